@@ -1,0 +1,89 @@
+/* C interface of the CPU expert engine. No torch, no Python: one library serves every interpreter.
+ *
+ * An engine owns a fixed set of worker threads. Jobs run one after another, in the order they were
+ * submitted; all workers share the work of a job and sleep when there is none. Every function may be
+ * called from any thread. No function throws: a status other than 0 is an error, whose sentence
+ * gr_last_error returns to the thread that received the status.
+ */
+#ifndef GREENROOM_CPU_H
+#define GREENROOM_CPU_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define GR_ABI_VERSION 1
+
+typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
+
+typedef enum { GR_SILU = 0, GR_GELU = 1, GR_GELU_TANH = 2, GR_RELU2 = 3, GR_SWIGLU_OAI = 4 } gr_activation;
+
+/* In rising order of preference. GR_ISA_AUTO takes the best one that this processor runs. */
+typedef enum {
+  GR_ISA_AUTO = -1,
+  GR_ISA_PORTABLE = 0,
+  GR_ISA_AVX2 = 1,
+  GR_ISA_AVX512_BF16 = 2,
+  GR_ISA_AMX_BF16 = 3
+} gr_isa;
+
+/* One expert's block: up [up_rows, hidden] (gate rows first), down [hidden, inter], biases.
+ * Offsets are in bytes from the block's start; blocks start on 64-byte boundaries. */
+typedef struct {
+  int32_t hidden;
+  int32_t inter;
+  int32_t dtype;      /* gr_dtype of weights, biases and hidden states */
+  int32_t gated;      /* 1: up_rows = 2 * inter; 0: up_rows = inter */
+  int32_t has_bias;
+  int32_t activation; /* gr_activation */
+  float alpha;
+  float limit;        /* INFINITY: no clamp */
+  int64_t up, down, up_bias, down_bias;
+} gr_format;
+
+/* out[t] = sum over k of weights[t, k] * expert(ids[t, k])(hidden[t]), in the order of expert ids, so
+ * that the result depends on neither the number of threads nor where an expert's block lies.
+ * Pairs whose id is negative or >= num_experts are skipped; a token without pairs gets zeros.
+ * Everything pointed to must stay alive and unchanged until gr_wait has returned. */
+typedef struct {
+  const gr_format *format;
+  const void *const *experts; /* [num_experts] block addresses; those not chosen may be null */
+  int32_t num_experts;
+  int32_t top_k;
+  int64_t tokens;             /* may be 0 */
+  const void *hidden;         /* [tokens, hidden] of format->dtype, rows contiguous */
+  const int32_t *ids;         /* [tokens, top_k] */
+  const float *weights;       /* [tokens, top_k] */
+  float *out;                 /* [tokens, hidden], overwritten */
+} gr_job;
+
+typedef struct gr_engine gr_engine;
+
+/* Bits 1 << gr_isa of what this processor (and its operating system) runs. */
+uint32_t gr_isa_supported(void);
+
+int32_t gr_abi_version(void);
+
+/* threads >= 1; cores: one core number a thread, or null to leave the threads unpinned. */
+int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, gr_engine **engine);
+
+/* Waits for submitted jobs, then ends the threads. */
+void gr_engine_destroy(gr_engine *engine);
+
+/* The gr_isa in use. */
+int32_t gr_engine_isa(const gr_engine *engine);
+
+/* Copies *job and queues it; *ticket is for gr_wait. */
+int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *ticket);
+
+/* Blocks until the job is done and returns its status. Each ticket is waited for exactly once. */
+int32_t gr_wait(gr_engine *engine, uint64_t ticket);
+
+const char *gr_last_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
