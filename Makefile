@@ -1,0 +1,61 @@
+# Every target does all it needs on a machine with python3, g++ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST_ARGS ?=
+PROMPT ?= In the beginning
+MODEL ?= examples/tiny-moe
+
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md LICENSE \
+  $(shell find src -type f -not -name '*.pyc' -not -name '*.so')
+
+.PHONY: help install inplace demo test lint format clean
+
+help:
+	@echo "make demo      generate text from $(MODEL), its experts offloaded"
+	@echo "make test      run all tests"
+	@echo "make install   create $(VENV) and install greenroom into it (demo and test do this too)"
+	@echo "make inplace   put the compiled library beside its Python, to run with PYTHONPATH=src"
+	@echo "make lint      ruff and mypy"
+	@echo "make format    ruff's formatter and fixes"
+	@echo "make clean     remove $(VENV), build and caches"
+
+install: $(VENV)/.installed
+
+# A new set of pins gets a new environment, so that none of the old set stays behind.
+$(VENV)/.created: constraints.txt
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt pip
+	@touch $@
+
+# The tests run against the installed wheel, so a change of any source installs anew. CMake's build
+# folder stays: only what changed is compiled.
+$(VENV)/.installed: $(VENV)/.created $(SOURCES)
+	$(PIP) install --quiet --constraint constraints.txt --build-constraint constraints.txt ".[test,dev]"
+	@touch $@
+
+inplace: $(VENV)/.installed
+	$(PIP) install --quiet --no-deps --upgrade --target build/inplace --build-constraint constraints.txt .
+	cp build/inplace/greenroom/kernels/cpu/*.so src/greenroom/kernels/cpu/
+
+demo: $(VENV)/.installed
+	$(BIN)/greenroom generate $(MODEL) --prompt "$(PROMPT)" --max-tokens 96 --cache-expert-num 8
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -exec rm -rf {} +
+	rm -f src/greenroom/kernels/cpu/*.so
