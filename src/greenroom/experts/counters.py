@@ -1,0 +1,88 @@
+"""What each layer did, counted in experts a step (an expert used by several tokens counts once)."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+_FIELDS = ("hits", "misses", "streamed", "cpu", "admissions", "evictions")
+
+
+@dataclass(frozen=True)
+class LayerCounters:
+    """One layer's counts, or the sum of all layers'.
+
+    Attributes:
+        hits: used from a cache slot.
+        misses: used without having a slot; ``streamed + cpu``.
+        streamed: copied into a miss buffer and run on the device.
+        cpu: run by the CPU engine.
+        admissions: copied into a cache slot after a step, or before the first.
+        evictions: removed from a cache slot.
+    """
+
+    hits: int
+    misses: int
+    streamed: int
+    cpu: int
+    admissions: int
+    evictions: int
+
+    @property
+    def copies(self) -> int:
+        """Experts copied to the device."""
+        return self.streamed + self.admissions
+
+    def to_dict(self) -> dict[str, int]:
+        """All counts by name, ``copies`` included."""
+        return {**asdict(self), "copies": self.copies}
+
+
+class Counters:
+    """Running counts of all layers."""
+
+    def __init__(self, layers: int) -> None:
+        self._counts = np.zeros((layers, len(_FIELDS)), dtype=np.int64)
+
+    def add(self, layer: int, **counts: int) -> None:
+        """Adds to the named counts of a layer."""
+        for name, count in counts.items():
+            self._counts[layer, _FIELDS.index(name)] += count
+
+    def reset(self) -> None:
+        """Sets every count to 0."""
+        self._counts[:] = 0
+
+    def layers(self) -> tuple[LayerCounters, ...]:
+        """One entry a layer."""
+        return tuple(LayerCounters(*map(int, row)) for row in self._counts)
+
+    def total(self) -> LayerCounters:
+        """The sum over layers."""
+        return LayerCounters(*map(int, self._counts.sum(axis=0)))
+
+
+@dataclass(frozen=True)
+class OffloadStats:
+    """What is active and what it has done so far.
+
+    host_bytes: the store. device_bytes: cache slots and miss buffers. load_seconds: from the call of
+    ``load`` until the model is ready.
+    """
+
+    policy: str
+    device: str
+    isa: str
+    threads: int
+    cache_expert_num: int
+    host_bytes: int
+    device_bytes: int
+    page_locked: bool
+    load_seconds: float
+    layers: tuple[LayerCounters, ...]
+    total: LayerCounters
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {"layers": [layer.to_dict() for layer in self.layers], "total": self.total.to_dict()}

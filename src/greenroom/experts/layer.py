@@ -1,0 +1,56 @@
+"""OffloadedExperts: one layer's routed experts, wherever they are."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from greenroom.experts.dispatch import dispatch
+from greenroom.experts.tier import LayerBatch
+
+if TYPE_CHECKING:
+    from greenroom.experts.manager import OffloadManager
+
+
+class OffloadedExperts:
+    """Takes the place of a model's experts module: same inputs, same output, weights elsewhere."""
+
+    def __init__(self, manager: "OffloadManager", layer: int) -> None:
+        self._manager = manager
+        self._layer = layer
+        self._format = manager.store.formats[layer]
+        self._num_experts = manager.store.num_experts[layer]
+
+    def forward(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """``out[t] = sum_k topk_weights[t, k] * expert(topk_ids[t, k])(hidden[t])``.
+
+        Args:
+            hidden: [T, H] on the tier's device.
+            topk_ids: integers [T, K], a token's choices in falling order of weight; ids outside
+                [0, experts) belong to other ranks and are skipped.
+            topk_weights: floats [T, K].
+
+        Returns:
+            [T, H] of ``hidden``'s dtype.
+        """
+        if topk_ids.numel() == 0:
+            return torch.zeros_like(hidden)
+        batch = LayerBatch(
+            self._layer,
+            hidden.to(self._format.dtype).contiguous(),
+            topk_ids.to(torch.int32).contiguous(),
+            topk_weights.float().contiguous(),
+        )
+        manager = self._manager
+        ids = manager.tier.read_ids(batch)
+        slot_of = manager.cache.layer_map(self._layer)
+        counts = count_pairs(ids, self._num_experts)
+        plan = dispatch(counts, slot_of, manager.costs, self._format, manager.tier.group_size)
+        manager.record(self._layer, ids, plan)
+        return manager.tier.run(batch, ids, plan, slot_of).to(hidden.dtype)
+
+
+def count_pairs(ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """int64 [experts]: how often each id in [0, experts) occurs."""
+    inside = ids[(ids >= 0) & (ids < num_experts)]
+    return np.bincount(inside, minlength=num_experts)

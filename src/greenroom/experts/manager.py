@@ -1,0 +1,201 @@
+"""OffloadManager: all expert layers of one model on one device, step by step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from greenroom.experts.cache import ExpertCache
+from greenroom.experts.counters import Counters
+from greenroom.experts.dispatch import CostModel, Dispatch
+from greenroom.experts.layer import OffloadedExperts, count_pairs
+from greenroom.experts.policies import Policy
+from greenroom.experts.residency import ABSENT, Swap, choose_swaps
+from greenroom.experts.store import HostStore
+from greenroom.experts.tier import DeviceTier
+from greenroom.experts.usage import ExpertUsage
+
+
+class OffloadManager:
+    """Runs steps. Between two steps it changes what is cached; within one nothing changes.
+
+    One thread at a time may run steps. The manager owns the tier and the store and closes both.
+
+    Attributes:
+        layers: one ``OffloadedExperts`` for each layer of the store.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        tier: DeviceTier,
+        num_slots: list[int],
+        policy: Policy,
+        cache_topk: int = 2,
+        update_expert_num: int = 2,
+        costs: CostModel | None = None,
+    ) -> None:
+        """
+        Args:
+            store: filled.
+            tier: made for this store and these slots.
+            num_slots: cache slots of each layer.
+            policy: decides what stays in them.
+            cache_topk: only a token's leading so many choices admit or refresh an expert.
+            update_expert_num: replacements a layer a step at most.
+            costs: of absent experts; the tier's own by default.
+        """
+        self.store = store
+        self.tier = tier
+        self.costs = costs or tier.default_costs
+        self.cache = ExpertCache(store.num_experts, num_slots)
+        self.counters = Counters(len(store))
+        self.usage = ExpertUsage(len(store), max(store.num_experts))
+        self.layers = [OffloadedExperts(self, layer) for layer in range(len(store))]
+        self._policy = policy
+        self._cache_topk = cache_topk
+        self._update_expert_num = update_expert_num
+        self._in_step = False
+        self._counting = True
+        self._valid_rows: np.ndarray | None = None
+        self._needed: dict[int, np.ndarray] = {}
+        self._admissible: dict[int, np.ndarray] = {}
+        self._preload()
+
+    def __enter__(self) -> "OffloadManager":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def step(self, valid_rows: np.ndarray | None = None) -> Iterator[None]:
+        """``begin_step`` and ``end_step`` around a block; an error inside abandons the step."""
+        self.begin_step(valid_rows)
+        try:
+            yield
+        except BaseException:
+            self.abandon_step()
+            raise
+        self.end_step()
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Steps inside the block touch neither statistics nor counters nor the cache."""
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+
+    def begin_step(self, valid_rows: np.ndarray | None = None) -> None:
+        """Opens a step: experts that have landed enter the map, which then stands still.
+
+        Args:
+            valid_rows: bool [T] on the host; rows of padding are computed but not counted.
+        """
+        if self._in_step:
+            raise RuntimeError("a step is running already; one thread at a time may run the model")
+        for write in self.tier.landed_writes():
+            self.cache.map_landed(write)
+        self.tier.begin_step(self.cache.slot_of)
+        self._valid_rows = valid_rows
+        self._in_step = True
+
+    def record(self, layer: int, ids: np.ndarray, plan: Dispatch) -> None:
+        """Takes note of one layer's routing (ids: int32 [T, K]) within a step."""
+        if not self._in_step:
+            raise RuntimeError("experts ran outside a step; call begin_step first")
+        if not self._counting:
+            return
+        streamed = sum(len(group) for group in plan.streamed)
+        self.counters.add(
+            layer,
+            hits=len(plan.resident),
+            misses=streamed + len(plan.cpu),
+            streamed=streamed,
+            cpu=len(plan.cpu),
+        )
+        leading = ids[:, : self._cache_topk]
+        if self._valid_rows is not None and len(self._valid_rows) == len(ids):
+            leading = leading[self._valid_rows]
+        counts = count_pairs(leading, self.store.num_experts[layer])
+        self.usage.record(layer, np.minimum(counts / max(len(leading), 1), 1.0))
+        self._needed[layer] = plan.counts > 0
+        self._admissible[layer] = counts > 0
+
+    def end_step(self) -> None:
+        """Closes the step and starts the copies of what enters the cache."""
+        self.tier.end_step()
+        if self._counting:
+            self._update_residency()
+            self.usage.advance()
+        self._clear_step()
+
+    def abandon_step(self) -> None:
+        """Closes a step that failed, without learning from it."""
+        self.tier.end_step()
+        self._clear_step()
+
+    def _clear_step(self) -> None:
+        self._in_step = False
+        self._valid_rows = None
+        self._needed.clear()
+        self._admissible.clear()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if map, slots and versions disagree."""
+        self.cache.check()
+
+    def close(self) -> None:
+        """Waits for what is under way and frees device and host memory. Idempotent."""
+        self.tier.close()
+        self.store.close()
+
+    def _update_residency(self) -> None:
+        scores = self._policy.scores(self.usage)
+        for layer, needed in self._needed.items():
+            if self.cache.num_slots[layer] == 0:
+                continue
+            candidates = self._admissible[layer].copy()
+            candidates[self.cache.being_written(layer)] = False
+            swaps = choose_swaps(
+                scores[layer, : len(needed)],
+                self.cache.layer_map(layer),
+                self.cache.free_slots(layer),
+                needed,
+                candidates,
+                self._update_expert_num,
+            )
+            for swap in swaps:
+                self._start(layer, swap)
+
+    def _start(self, layer: int, swap: Swap) -> None:
+        self.tier.start_write(self.cache.unmap_and_write(layer, swap))
+        self.counters.add(layer, admissions=1, evictions=int(swap.victim != ABSENT))
+
+    def _preload(self) -> None:
+        """Fills the cache of every layer whose experts all fit, so that it never misses."""
+        for layer, (experts, slots) in enumerate(zip(self.store.num_experts, self.cache.num_slots, strict=True)):
+            if slots == experts:
+                for expert in range(experts):
+                    self._start(layer, Swap(expert, expert, ABSENT))
+        for write in self.tier.landed_writes(wait=True):
+            self.cache.map_landed(write)
+
+
+def valid_rows_of(attention_mask: torch.Tensor, new_tokens: int) -> np.ndarray:
+    """bool [batch * new_tokens]: rows of the flattened batch that are not padding.
+
+    From a CUDA device it arrives without a wait: its values are there once the first layer's
+    routing has been read.
+
+    Args:
+        attention_mask: [batch, at least new_tokens], 0 for padding; its last columns belong to the
+            new tokens.
+    """
+    valid = (attention_mask[:, -new_tokens:] != 0).reshape(-1)
+    on_host: np.ndarray = valid.to("cpu", non_blocking=True).numpy()
+    return on_host

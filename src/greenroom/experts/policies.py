@@ -1,0 +1,110 @@
+"""Eviction and admission policies: each is a score, and the lowest score is evicted.
+
+A policy of another package is found through the entry-point group ``greenroom.policies``: a callable
+that takes no arguments and returns a ``Policy``.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from greenroom.errors import ConfigError
+from greenroom.experts.usage import ExpertUsage
+
+ENTRY_POINT_GROUP = "greenroom.policies"
+
+
+class Policy(Protocol):
+    """Ranks experts. Pure: the same usage gives the same scores."""
+
+    def scores(self, usage: ExpertUsage) -> np.ndarray:
+        """float [layers, experts]; a resident gives way to a candidate with a higher score."""
+        ...
+
+
+class LRU:
+    """Keeps what was used last."""
+
+    def scores(self, usage: ExpertUsage) -> np.ndarray:
+        return usage.last_used.astype(np.float64)
+
+
+class LFU:
+    """Keeps what was used most since loading."""
+
+    def scores(self, usage: ExpertUsage) -> np.ndarray:
+        return usage.total
+
+
+class LFRU:
+    """Keeps what is used often and was used lately: decayed frequency / (1 + age)."""
+
+    def scores(self, usage: ExpertUsage) -> np.ndarray:
+        return usage.frequency / (1 + usage.age)
+
+
+class Static:
+    """Keeps the experts that a recorded profile names, whatever is used now."""
+
+    def __init__(self, profile: np.ndarray) -> None:
+        """profile: float [layers, experts], how often each expert was chosen when it was recorded."""
+        self._profile = profile
+
+    def scores(self, usage: ExpertUsage) -> np.ndarray:
+        if self._profile.shape != usage.total.shape:
+            raise ConfigError(
+                f"the profile covers {self._profile.shape[0]} layers of {self._profile.shape[1]} experts, "
+                f"the model has {usage.total.shape[0]} of {usage.total.shape[1]}"
+            )
+        return self._profile
+
+
+class FirstCome:
+    """``static`` without a profile: the experts that are admitted first stay."""
+
+    def scores(self, usage: ExpertUsage) -> np.ndarray:
+        return np.zeros_like(usage.total)
+
+
+_BUILT_IN: dict[str, Callable[[], Policy]] = {"lru": LRU, "lfu": LFU, "lfru": LFRU}
+
+
+def policy_names() -> list[str]:
+    """Every name that ``make_policy`` accepts here."""
+    return sorted({*_BUILT_IN, "static", *entry_points(group=ENTRY_POINT_GROUP).names})
+
+
+def make_policy(name: str, profile: str | Path | None = None) -> Policy:
+    """The policy called ``name``.
+
+    Args:
+        profile: for ``static``, a .npy file of float [layers, experts]. Without one ``static``
+            scores every expert alike: what fills the cache first stays.
+
+    Raises:
+        ConfigError: no such policy, or a profile that cannot be read or is not used.
+    """
+    if profile is not None and name != "static":
+        raise ConfigError(f"a profile only serves the static policy, not '{name}'")
+    if name == "static":
+        return Static(_read_profile(Path(profile))) if profile is not None else FirstCome()
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]()
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name == name:
+            policy: Policy = entry.load()()
+            return policy
+    raise ConfigError(f"unknown policy '{name}'; choose one of {', '.join(policy_names())}")
+
+
+def _read_profile(path: Path) -> np.ndarray:
+    try:
+        profile = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the profile '{path}': {error}") from error
+    if profile.ndim != 2 or not np.issubdtype(profile.dtype, np.number) or not np.isfinite(profile).all():
+        raise ConfigError(f"the profile '{path}' must hold one finite number a layer and expert")
+    return profile.astype(np.float64)

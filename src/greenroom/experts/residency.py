@@ -1,0 +1,54 @@
+"""Which experts enter the cache after a step, and for which they make room. Pure."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+ABSENT = -1
+"""In a map: the expert has no slot. In ``expert_in``: the slot holds no expert."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """``expert`` is to be written into ``slot``; ``victim`` leaves it, or ABSENT if it is free."""
+
+    expert: int
+    slot: int
+    victim: int
+
+
+def choose_swaps(
+    scores: np.ndarray,
+    slot_of: np.ndarray,
+    free_slots: np.ndarray,
+    needed: np.ndarray,
+    candidates: np.ndarray,
+    limit: int,
+) -> list[Swap]:
+    """Decides one layer's changes of residency after a step.
+
+    Candidates fill free slots first, the best first and without limit. Then, at most ``limit`` times,
+    the best remaining candidate replaces the resident with the lowest score, as long as its own is
+    higher. Ties go to the lower expert id.
+
+    Args:
+        scores: float [experts].
+        slot_of: int [experts], slot of each resident expert, ABSENT for others.
+        free_slots: int [n], slots that hold nothing and are not being written.
+        needed: bool [experts], experts that this step used; they are never victims.
+        candidates: bool [experts], absent experts that this step may admit.
+        limit: replacements at most.
+    """
+    entering = np.flatnonzero(candidates & (slot_of == ABSENT))
+    entering = entering[np.argsort(-scores[entering], kind="stable")]
+    filled = min(len(free_slots), len(entering))
+    swaps = [Swap(int(e), int(s), ABSENT) for e, s in zip(entering[:filled], free_slots[:filled], strict=True)]
+    if limit == 0 or filled == len(entering):
+        return swaps
+    leaving = np.flatnonzero((slot_of != ABSENT) & ~needed)
+    leaving = leaving[np.argsort(scores[leaving], kind="stable")]
+    for expert, victim in zip(entering[filled : filled + limit], leaving, strict=False):
+        if scores[expert] <= scores[victim]:
+            break
+        swaps.append(Swap(int(expert), int(slot_of[victim]), int(victim)))
+    return swaps

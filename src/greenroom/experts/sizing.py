@@ -1,0 +1,115 @@
+"""What the device and the host will hold, computed before anything is allocated. Pure."""
+
+from dataclasses import dataclass
+
+from greenroom.config import OffloadConfig
+from greenroom.errors import MemoryLimitError
+from greenroom.experts.formats import ExpertFormat
+
+RESERVED_SHARE = 0.15
+"""Of the device's free memory, kept for KV cache and activations when no size is given."""
+
+RESERVED_BYTES = 1 << 30
+"""At least so much is kept."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by place.
+
+    Attributes:
+        num_slots: cache slots of each layer.
+        host_bytes: the store, and on a machine without a GPU all other weights.
+        cache_bytes: cache slots on the device.
+        buffer_bytes: the two miss buffers on the device.
+        other_bytes: weights that are not experts, on the device.
+    """
+
+    num_slots: tuple[int, ...]
+    host_bytes: int
+    cache_bytes: int
+    buffer_bytes: int
+    other_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """All that the device holds before the first token."""
+        return self.cache_bytes + self.buffer_bytes + self.other_bytes
+
+
+def plan_memory(
+    config: OffloadConfig,
+    formats: list[ExpertFormat],
+    num_experts: list[int],
+    other_bytes: int,
+    device_free: int | None,
+    host_free: int,
+) -> MemoryPlan:
+    """Decides the number of cache slots and checks that everything fits.
+
+    Args:
+        formats, num_experts: one entry a layer.
+        other_bytes: of weights that are not experts.
+        device_free: bytes free on the GPU; None on a machine without one.
+        host_free: bytes of host memory that can be allocated.
+
+    Raises:
+        MemoryLimitError: it does not fit; says what is needed and what there is.
+    """
+    buffer_bytes = 2 * config.miss_expert_num * max(fmt.block_bytes for fmt in formats)
+    wanted = _slots_wanted(config, formats, other_bytes, buffer_bytes, device_free)
+    num_slots = tuple(min(wanted, count) for count in num_experts)
+    cache_bytes = sum(n * fmt.block_bytes for n, fmt in zip(num_slots, formats, strict=True))
+    store_bytes = sum(n * fmt.block_bytes for n, fmt in zip(num_experts, formats, strict=True))
+    on_host = device_free is None
+    # Without a GPU nothing is ever streamed, and memory that is never written is never backed by pages.
+    plan = MemoryPlan(
+        num_slots,
+        host_bytes=store_bytes + (cache_bytes + other_bytes if on_host else 0),
+        cache_bytes=cache_bytes,
+        buffer_bytes=0 if on_host else buffer_bytes,
+        other_bytes=other_bytes,
+    )
+    _check(plan, device_free, host_free)
+    return plan
+
+
+def _slots_wanted(
+    config: OffloadConfig,
+    formats: list[ExpertFormat],
+    other_bytes: int,
+    buffer_bytes: int,
+    device_free: int | None,
+) -> int:
+    """Cache slots a layer, before the limit of each layer's number of experts."""
+    if config.cache_expert_num is not None:
+        return config.cache_expert_num
+    slot_bytes = sum(fmt.block_bytes for fmt in formats)
+    if config.vram_bytes is not None:
+        budget = config.vram_bytes - (0 if device_free is None else buffer_bytes)
+        if budget < 0:
+            raise MemoryLimitError(
+                f"vram of {config.vram_bytes / GIB:.2f} GiB does not hold the two miss buffers of "
+                f"{buffer_bytes / GIB:.2f} GiB; give more, or a smaller miss_expert_num"
+            )
+        return budget // slot_bytes
+    if device_free is None:
+        return 0
+    reserved = max(RESERVED_BYTES, int(device_free * RESERVED_SHARE))
+    return max(0, (device_free - reserved - other_bytes - buffer_bytes) // slot_bytes)
+
+
+def _check(plan: MemoryPlan, device_free: int | None, host_free: int) -> None:
+    if plan.host_bytes > host_free:
+        raise MemoryLimitError(
+            f"not enough host memory: the weights need {plan.host_bytes / GIB:.2f} GiB and "
+            f"{host_free / GIB:.2f} GiB are available; free memory, raise the container's limit, or use a smaller model"
+        )
+    if device_free is not None and plan.device_bytes > device_free:
+        raise MemoryLimitError(
+            f"not enough device memory: {plan.other_bytes / GIB:.2f} GiB of weights, {plan.cache_bytes / GIB:.2f} GiB "
+            f"of cache slots and {plan.buffer_bytes / GIB:.2f} GiB of miss buffers exceed the {device_free / GIB:.2f} "
+            "GiB that are free; give a smaller cache_expert_num or vram"
+        )

@@ -1,0 +1,94 @@
+"""DeviceTier: the memory and the arithmetic of the device that runs the model.
+
+Two tiers exist: ``CudaTier``, and ``HostTier`` for machines without a GPU, where cache slots and miss
+buffers are ordinary memory and the CPU engine computes every lane.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from greenroom.experts.cache import SlotWrite
+from greenroom.experts.dispatch import CostModel, Dispatch
+from greenroom.experts.formats import ExpertFormat
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """One layer's input in one step, on the model's device.
+
+    hidden: [T, H] of the experts' dtype, contiguous. ids: int32 [T, K], contiguous; ids outside
+    [0, experts) are skipped. weights: float32 [T, K], contiguous.
+    """
+
+    layer: int
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class DeviceTier(ABC):
+    """Owns cache slots, miss buffers and whatever orders access to them.
+
+    A step calls, in this order: ``landed_writes``, ``begin_step``, then per layer ``read_ids`` and
+    ``run``, then ``end_step`` and any number of ``start_write``.
+    """
+
+    device: torch.device
+    default_costs: CostModel
+
+    @property
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Bytes of cache slots and miss buffers."""
+
+    @property
+    @abstractmethod
+    def group_size(self) -> int:
+        """Experts that fit a miss buffer."""
+
+    @abstractmethod
+    def begin_step(self, slot_of: np.ndarray) -> None:
+        """Makes ``slot_of`` (int32 [layers, experts]) the map of the coming step."""
+
+    @abstractmethod
+    def read_ids(self, batch: LayerBatch) -> np.ndarray:
+        """int32 [T, K] on the host: the one read of routing. Valid until the next call."""
+
+    @abstractmethod
+    def run(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch, slot_of: np.ndarray) -> torch.Tensor:
+        """Computes all lanes.
+
+        Args:
+            ids: what ``read_ids`` returned.
+            slot_of: int32 [experts], the layer's map.
+
+        Returns:
+            float32 [T, H] on the device: per token the weighted sum of its experts' outputs.
+        """
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Marks the point that every later write into a slot must wait for."""
+
+    @abstractmethod
+    def start_write(self, write: SlotWrite) -> None:
+        """Starts copying an expert from the store into a slot, after all work of ended steps."""
+
+    @abstractmethod
+    def landed_writes(self, wait: bool = False) -> list[SlotWrite]:
+        """Writes whose bytes have arrived since the last call, or with ``wait`` all that were started."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for everything under way and frees the device's memory. Idempotent."""
+
+
+def allocate_blocks(formats: list[ExpertFormat], counts: list[int], device: torch.device) -> list[torch.Tensor]:
+    """uint8 [count, block_bytes] a layer on ``device``."""
+    return [
+        torch.empty(count, fmt.block_bytes, dtype=torch.uint8, device=device)
+        for fmt, count in zip(formats, counts, strict=True)
+    ]

@@ -1,0 +1,104 @@
+"""What this machine has: memory that is left, cores that may be used, page-locking."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from greenroom.errors import MemoryLimitError
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CUDA_HOST_REGISTER_PORTABLE_MAPPED = 1 | 2
+
+
+def available_host_bytes(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
+    """Bytes of host memory that can still be allocated, by the kernel's estimate and the container's limit."""
+    meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
+    if limit is not None and used is not None:
+        # Page cache counts as used but is given up when memory is asked for.
+        cached = _read_stat(cgroup / "memory.stat", "file")
+        available = min(available, limit - used + cached)
+    return max(available, 0)
+
+
+def usable_cores(cgroup: Path = _CGROUP) -> list[int]:
+    """Cores that this process may run on; as many as the container's CPU quota allows."""
+    cores = sorted(os.sched_getaffinity(0))
+    quota = _cpu_quota(cgroup / "cpu.max")
+    return cores if quota is None else cores[: max(1, int(quota))]
+
+
+def engine_cores(threads: int | None, beside_gpu: bool) -> tuple[int, list[int] | None]:
+    """Number of CPU engine threads and the cores to pin them to.
+
+    By default one core is left to the host program beside a GPU, where it keeps launching kernels
+    while the engine works. Without a GPU it only waits for the engine, so every core is taken.
+
+    Args:
+        threads: what was asked for, or None.
+
+    Returns:
+        The cores are None if there are fewer than threads: unpinned threads share them better.
+    """
+    cores = usable_cores()
+    if threads is None:
+        threads = max(1, len(cores) - 1) if beside_gpu else len(cores)
+    return threads, cores[len(cores) - threads :] if threads <= len(cores) else None
+
+
+def lock_pages(address: int, size: int) -> None:
+    """Page-locks host memory for every CUDA device.
+
+    Raises:
+        MemoryLimitError: the driver refused; CUDA's error state is cleared.
+    """
+    cudart = torch.cuda.cudart()
+    error = cudart.cudaHostRegister(address, size, _CUDA_HOST_REGISTER_PORTABLE_MAPPED)
+    if int(error) != 0:
+        raise MemoryLimitError(
+            f"cannot page-lock {size / 2**30:.2f} GiB of host memory for experts ({error}; the memlock limit is "
+            f"{memlock_limit()}); raise it with 'ulimit -l unlimited' or the container option "
+            "'--ulimit memlock=-1', or give pin_memory=False (--no-pin-memory), which copies about three times slower"
+        )
+
+
+def unlock_pages(address: int) -> None:
+    """Undoes ``lock_pages``."""
+    error = torch.cuda.cudart().cudaHostUnregister(address)
+    if int(error) != 0:
+        raise MemoryLimitError(f"cannot unlock host memory at {address:#x} ({error})")
+
+
+def memlock_limit() -> str:
+    """The soft RLIMIT_MEMLOCK in words."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
+
+
+def _read_number(path: Path) -> int | None:
+    """A whole number in a control file; None if there is no file or it says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _read_stat(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)
+
+
+def _cpu_quota(path: Path) -> float | None:
+    """Cores' worth of time that cgroup v2 grants, or None without a limit."""
+    try:
+        quota, period = path.read_text().split()
+        return float(quota) / float(period)
+    except (OSError, ValueError):
+        return None
