@@ -1,0 +1,115 @@
+"""``greenroom chat``: a conversation, with the model's own chat template."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from greenroom.cli import options, output
+from greenroom.cli.session import open_model
+from greenroom.config import OffloadConfig
+from greenroom.errors import GreenroomError, UnsupportedModelError
+
+_INTRODUCTION = "/reset starts over, /exit or Ctrl-D ends."
+
+
+def chat(
+    model: options.Model,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens a reply at most.")] = 512,
+    cache_expert_num: options.CacheExpertNum = None,
+    vram: options.Vram = None,
+    cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
+    update_expert_num: options.UpdateExpertNum = OffloadConfig.update_expert_num,
+    context_num_threads: options.ContextNumThreads = None,
+    policy: options.Policy = OffloadConfig.policy,
+    profile: options.Profile = None,
+    device: options.Device = OffloadConfig.device,
+    isa: options.Isa = OffloadConfig.isa,
+    no_pin_memory: options.NoPinMemory = False,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+) -> None:
+    """Talk with a model whose experts are offloaded. Reads one message a line."""
+    config = OffloadConfig(
+        cache_expert_num=cache_expert_num,
+        vram=vram,
+        cache_topk=cache_topk,
+        update_expert_num=update_expert_num,
+        context_num_threads=context_num_threads,
+        policy=policy,
+        profile=profile,
+        device=device,
+        isa=isa,
+        pin_memory=not no_pin_memory,
+    )
+    from greenroom.engine import generation
+
+    generation.check_request("-", max_tokens, temperature=temperature, top_p=top_p)
+    interactive = sys.stdin.isatty()
+    with open_model(model, config, quiet=not interactive) as (loaded, tokenizer):
+        if not tokenizer.chat_template:
+            raise UnsupportedModelError(f"'{model}' has no chat template; use 'greenroom generate' instead")
+        if interactive:
+            typer.echo(_INTRODUCTION, err=True)
+        conversation = Conversation(tokenizer, system)
+        while (message := _read_message(interactive)) is not None:
+            if message == "/exit":
+                break
+            if message == "/reset":
+                conversation.reset()
+                continue
+            if not message:
+                continue
+            try:
+                reply = generation.generate(
+                    loaded,
+                    tokenizer,
+                    conversation.prompt(message),
+                    max_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    seed=seed,
+                    on_text=output.stream_text,
+                )
+            except GreenroomError as error:
+                if not interactive:
+                    raise
+                # A conversation that has outgrown the context is worth keeping: the user may shorten or reset.
+                typer.echo(f"greenroom: {error} (or /reset)", err=True)
+                continue
+            typer.echo()
+            conversation.add(message, reply.text)
+
+
+class Conversation:
+    """The turns so far, and their rendering by the model's chat template."""
+
+    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self.turns: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all turns but the system message."""
+        self.turns = list(self._opening)
+
+    def prompt(self, message: str) -> list[int]:
+        """Token ids of the conversation with ``message`` as the user's next turn, up to the reply."""
+        turns = [*self.turns, {"role": "user", "content": message}]
+        encoded = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    def add(self, message: str, reply: str) -> None:
+        """Records a finished turn."""
+        self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
+
+
+def _read_message(interactive: bool) -> str | None:
+    """The next line without surrounding blanks, or None at the end of the input."""
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        return None

@@ -1,0 +1,65 @@
+"""``greenroom generate``: continue one prompt."""
+
+from typing import Annotated
+
+import typer
+
+from greenroom.cli import options, output
+from greenroom.cli.session import clean_stdout, open_model
+from greenroom.config import OffloadConfig
+
+
+def generate(
+    model: options.Model,
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most.")] = 128,
+    cache_expert_num: options.CacheExpertNum = None,
+    vram: options.Vram = None,
+    cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
+    update_expert_num: options.UpdateExpertNum = OffloadConfig.update_expert_num,
+    context_num_threads: options.ContextNumThreads = None,
+    policy: options.Policy = OffloadConfig.policy,
+    profile: options.Profile = None,
+    device: options.Device = OffloadConfig.device,
+    isa: options.Isa = OffloadConfig.isa,
+    no_pin_memory: options.NoPinMemory = False,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Continue a prompt with a model whose experts are offloaded."""
+    config = OffloadConfig(
+        cache_expert_num=cache_expert_num,
+        vram=vram,
+        cache_topk=cache_topk,
+        update_expert_num=update_expert_num,
+        context_num_threads=context_num_threads,
+        policy=policy,
+        profile=profile,
+        device=device,
+        isa=isa,
+        pin_memory=not no_pin_memory,
+    )
+    # Imported here: torch and transformers take seconds that --help and a wrong knob need not wait for.
+    import greenroom
+    from greenroom.engine import generation
+
+    generation.check_request(prompt, max_tokens, temperature=temperature, top_p=top_p)
+    with clean_stdout(as_json), open_model(model, config, quiet=as_json) as (loaded, tokenizer):
+        result = generation.generate(
+            loaded,
+            tokenizer,
+            prompt,
+            max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            on_text=None if as_json else output.stream_text,
+        )
+        stats = greenroom.stats(loaded)
+    if as_json:
+        output.print_json(output.generation_dict(result, stats))
+    else:
+        typer.echo()
+        output.print_summary(result, stats)

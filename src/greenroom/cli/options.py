@@ -1,0 +1,41 @@
+"""Command-line options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face id or folder of a model.")]
+
+CacheExpertNum = Annotated[
+    int | None, typer.Option("--cache-expert-num", metavar="N", help="Cache slots a layer on the device.")
+]
+Vram = Annotated[
+    str | None,
+    typer.Option(
+        "--vram", metavar="SIZE", help="Device memory for the cache, like 8GiB; instead of --cache-expert-num."
+    ),
+]
+CacheTopk = Annotated[
+    int, typer.Option("--cache-topk", metavar="K", help="Only a token's leading K experts may enter the cache.")
+]
+UpdateExpertNum = Annotated[
+    int, typer.Option("--update-expert-num", metavar="N", help="Experts that may be replaced a layer a step.")
+]
+ContextNumThreads = Annotated[
+    int | None, typer.Option("--context-num-threads", metavar="N", help="Threads of the CPU engine.")
+]
+Policy = Annotated[
+    str, typer.Option("--policy", metavar="NAME", help="What stays cached: lru, lfu, lfru or static.")
+]
+Profile = Annotated[
+    str | None, typer.Option("--profile", metavar="FILE", help="Routing profile of the static policy.")
+]
+Device = Annotated[str, typer.Option("--device", metavar="D", help="auto, cpu, cuda or cuda:N.")]
+Isa = Annotated[
+    str, typer.Option("--isa", metavar="I", help="Instruction set of the CPU engine; auto takes the best.")
+]
+NoPinMemory = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock host memory.")]
+
+Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token.")]
+TopP = Annotated[float, typer.Option("--top-p", metavar="P", help="Sample from the likeliest tokens of mass P.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Seed of the sampler.")]

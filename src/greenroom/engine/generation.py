@@ -1,0 +1,226 @@
+"""generate: text from a loaded model, with its speed."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from greenroom.errors import ConfigError
+
+OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generated text.
+
+    Attributes:
+        text: what was generated, without special tokens.
+        token_ids: the generated tokens, with the end token if the model ended.
+        prompt_tokens: tokens of the prompt.
+        prefill_seconds: from the call until the first token.
+        decode_seconds: from the first token until the last.
+        prefill_tok_s: prompt tokens a second until the first token.
+        decode_tok_s: tokens a second after the first one. None when there is only one.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    prefill_tok_s: float | None
+    decode_tok_s: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"token_ids": list(self.token_ids)}
+
+
+def check_request(
+    prompt: str | Sequence[int], max_tokens: int, *, temperature: float = 0.0, top_p: float = 1.0
+) -> None:
+    """Checks all of a request that can be checked without a model.
+
+    Raises:
+        ConfigError: an empty prompt, or a number outside its range.
+    """
+    if len(prompt) == 0:
+        raise ConfigError("the prompt is empty; give at least one word")
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens must be at least 1, not {max_tokens}")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature must be 0 or more, not {temperature}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must be above 0 and at most 1, not {top_p}")
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[int],
+    max_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    on_text: OnText | None = None,
+) -> Generation:
+    """Continues ``prompt`` by up to ``max_tokens`` tokens, through the model's own ``generate``.
+
+    Args:
+        prompt: text, or token ids that are passed on as they are.
+        temperature: 0 takes the likeliest token. Above 0, all tokens of the ``top_p`` mass take part.
+        seed: of the sampler. torch's own generators are left as they were when it is given.
+        on_text: called with each piece of text as soon as its last character is certain. The pieces
+            add up to the result's text.
+
+    Raises:
+        ConfigError: an empty prompt, one that does not fit the model, or a number outside its range.
+    """
+    check_request(prompt, max_tokens, temperature=temperature, top_p=top_p)
+    ids = list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+    _check_fit(model, ids, max_tokens)
+    input_ids = torch.tensor([ids], dtype=torch.long, device=model.device)
+    config = _generation_config(model, tokenizer, max_tokens, temperature, top_p)
+    recorder = _Recorder(tokenizer, on_text)
+    with torch.inference_mode(), _seeded(seed, model.device):
+        start = time.perf_counter()
+        model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=config,
+            streamer=recorder,
+        )
+    prefill_seconds = recorder.first - start
+    decode_seconds = recorder.last - recorder.first
+    return Generation(
+        text=recorder.text,
+        token_ids=tuple(recorder.token_ids),
+        prompt_tokens=len(ids),
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
+        prefill_tok_s=_rate(len(ids), prefill_seconds),
+        decode_tok_s=_rate(len(recorder.token_ids) - 1, decode_seconds),
+    )
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Tokens that the model's context holds, or None if its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _check_fit(model: PreTrainedModel, ids: Sequence[int], max_tokens: int) -> None:
+    if not ids:
+        raise ConfigError("the prompt is empty once tokenized; give at least one word")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise ConfigError(
+            f"the prompt has token ids outside the model's vocabulary of {vocabulary}: "
+            "the tokenizer belongs to another model"
+        )
+    limit = context_length(model)
+    if limit is None:
+        return
+    if len(ids) >= limit:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens, but the model's context holds {limit}: shorten the prompt to "
+            f"{limit - 1} tokens at most"
+        )
+    if len(ids) + max_tokens > limit:
+        raise ConfigError(
+            f"the prompt's {len(ids)} tokens and {max_tokens} new ones do not fit the model's context of {limit}: "
+            f"ask for {limit - len(ids)} new tokens at most, or shorten the prompt"
+        )
+
+
+def _generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_tokens: int, temperature: float, top_p: float
+) -> Any:
+    """The model's own generation settings (its end tokens above all) with the request's on top."""
+    config = copy.deepcopy(model.generation_config)
+    config.max_new_tokens = max_tokens
+    config.max_length = None
+    config.num_beams = 1
+    config.num_return_sequences = 1
+    config.return_dict_in_generate = False
+    config.do_sample = temperature > 0
+    # Only what was asked for narrows the choice, not what the checkpoint's author would have liked.
+    for name in ("top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+        setattr(config, name, None)
+    config.temperature = temperature if config.do_sample else None
+    config.top_p = top_p if config.do_sample else None
+    if config.do_sample:
+        config.top_k = 0
+    if config.pad_token_id is None:
+        # A batch of one is never padded, but generate warns when it has no token to do it with.
+        config.pad_token_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return config
+
+
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if count > 0 and seconds > 0 else None
+
+
+class _Recorder(BaseStreamer):
+    """Notes when tokens come, and hands their text on once it can no longer change.
+
+    ``generate`` passes the prompt first, then each token. Text is certain when it does not end inside
+    a character; a token may hold a part of one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText | None) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.first = self.last = 0.0
+        self._tokenizer = tokenizer
+        self._on_text = on_text
+        self._prompt_seen = False
+        self._context = 0  # tokens before this one are not decoded again
+        self._done = 0  # tokens before this one are in self.text
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.last = time.perf_counter()
+        if not self.token_ids:
+            self.first = self.last
+        self.token_ids += value.reshape(-1).tolist()
+        self._advance()
+
+    def end(self) -> None:
+        self._advance(final=True)
+
+    def _advance(self, final: bool = False) -> None:
+        # A word's spelling may depend on the one before it (its space above all), so the pieces already
+        # handed on are decoded again as context.
+        before = self._decode(self._context, self._done)
+        after = self._decode(self._context, len(self.token_ids))
+        piece = after[len(before) :]
+        if not piece or (piece.endswith("\N{REPLACEMENT CHARACTER}") and not final):
+            return
+        self._context, self._done = self._done, len(self.token_ids)
+        self.text += piece
+        if self._on_text is not None:
+            self._on_text(piece)
+
+    def _decode(self, start: int, end: int) -> str:
+        text: str = self._tokenizer.decode(self.token_ids[start:end], skip_special_tokens=True)
+        return text
