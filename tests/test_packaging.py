@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_no_prints_and_no_exits(path):
 
 def test_dependencies_have_one_pin_each():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + sum(project["optional-dependencies"].values(), [])
+    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line.split("==")[0] for line in lines if line and not line.startswith("#")]
     normal = [re.sub(r"[-_.]+", "-", pin).lower() for pin in pins]
@@ -86,9 +87,6 @@ def test_the_installed_version_is_the_sources():
         pytest.skip("greenroom is not installed: run from its source")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert installed.version == greenroom.__version__ == project["version"]
-    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text() or "## [Unreleased]" in (
-        ROOT / "CHANGELOG.md"
-    ).read_text()
 
 
 def test_the_wheel_serves_every_python():

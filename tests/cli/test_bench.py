@@ -47,9 +47,7 @@ def test_flags_and_table(runner, calls):
     flags = "--hidden 64 --inter 32 --experts 4 --topk 2 --tokens 3 --threads 1 --isa portable"
     result = runner.invoke(app, ["bench", "experts", *flags.split()])
     assert result.exit_code == 0, result.output
-    assert calls == [
-        {"hidden": 64, "inter": 32, "experts": 4, "topk": 2, "tokens": 3, "threads": 1, "isa": "portable"}
-    ]
+    assert calls == [{"hidden": 64, "inter": 32, "experts": 4, "topk": 2, "tokens": 3, "threads": 1, "isa": "portable"}]
     for word in ("2 of 4 experts", "avx2, 2 threads", "56.7 GB/s", "3.00x"):
         assert word in result.stdout
 

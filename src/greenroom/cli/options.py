@@ -24,16 +24,10 @@ UpdateExpertNum = Annotated[
 ContextNumThreads = Annotated[
     int | None, typer.Option("--context-num-threads", metavar="N", help="Threads of the CPU engine.")
 ]
-Policy = Annotated[
-    str, typer.Option("--policy", metavar="NAME", help="What stays cached: lru, lfu, lfru or static.")
-]
-Profile = Annotated[
-    str | None, typer.Option("--profile", metavar="FILE", help="Routing profile of the static policy.")
-]
+Policy = Annotated[str, typer.Option("--policy", metavar="NAME", help="What stays cached: lru, lfu, lfru or static.")]
+Profile = Annotated[str | None, typer.Option("--profile", metavar="FILE", help="Routing profile of the static policy.")]
 Device = Annotated[str, typer.Option("--device", metavar="D", help="auto, cpu, cuda or cuda:N.")]
-Isa = Annotated[
-    str, typer.Option("--isa", metavar="I", help="Instruction set of the CPU engine; auto takes the best.")
-]
+Isa = Annotated[str, typer.Option("--isa", metavar="I", help="Instruction set of the CPU engine; auto takes the best.")]
 NoPinMemory = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock host memory.")]
 
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token.")]

@@ -56,8 +56,7 @@ def print_summary(result: "Generation", stats: "OffloadStats") -> None:
     )
     table.add_row(
         "cache",
-        f"{stats.cache_expert_num} a layer ({_size(stats.device_bytes)}), policy {stats.policy}, "
-        f"device {stats.device}",
+        f"{stats.cache_expert_num} a layer ({_size(stats.device_bytes)}), policy {stats.policy}, device {stats.device}",
     )
     table.add_row("CPU engine", f"{stats.isa}, {stats.threads} thread{'' if stats.threads == 1 else 's'}")
     error_console().print(table)

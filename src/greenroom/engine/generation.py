@@ -136,7 +136,7 @@ def _check_fit(model: PreTrainedModel, ids: Sequence[int], max_tokens: int) -> N
     if len(ids) + max_tokens > limit:
         raise ConfigError(
             f"the prompt's {len(ids)} tokens and {max_tokens} new ones do not fit the model's context of {limit}: "
-            f"ask for {limit - len(ids)} new tokens at most, or shorten the prompt"
+            f"ask for at most {limit - len(ids)}, or shorten the prompt"
         )
 
 
