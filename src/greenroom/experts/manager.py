@@ -1,5 +1,6 @@
 """OffloadManager: all expert layers of one model on one device, step by step."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -57,7 +58,7 @@ class OffloadManager:
         self._policy = policy
         self._cache_topk = cache_topk
         self._update_expert_num = update_expert_num
-        self._in_step = False
+        self._step_lock = threading.Lock()
         self._counting = True
         self._valid_rows: np.ndarray | None = None
         self._needed: dict[int, np.ndarray] = {}
@@ -96,17 +97,16 @@ class OffloadManager:
         Args:
             valid_rows: bool [T] on the host; rows of padding are computed but not counted.
         """
-        if self._in_step:
+        if not self._step_lock.acquire(blocking=False):
             raise RuntimeError("a step is running already; one thread at a time may run the model")
         for write in self.tier.landed_writes():
             self.cache.map_landed(write)
         self.tier.begin_step(self.cache.slot_of)
         self._valid_rows = valid_rows
-        self._in_step = True
 
     def record(self, layer: int, ids: np.ndarray, plan: Dispatch) -> None:
         """Takes note of one layer's routing (ids: int32 [T, K]) within a step."""
-        if not self._in_step:
+        if not self._step_lock.locked():
             raise RuntimeError("experts ran outside a step; call begin_step first")
         if not self._counting:
             return
@@ -140,10 +140,10 @@ class OffloadManager:
         self._clear_step()
 
     def _clear_step(self) -> None:
-        self._in_step = False
         self._valid_rows = None
         self._needed.clear()
         self._admissible.clear()
+        self._step_lock.release()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if map, slots and versions disagree."""

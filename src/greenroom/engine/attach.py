@@ -1,0 +1,91 @@
+"""Puts offloaded experts into a transformers model: the modules that stand in, and the step hooks."""
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from greenroom.engine.spec import ExpertLayerSpec
+from greenroom.experts.layer import OffloadedExperts
+from greenroom.experts.manager import OffloadManager, valid_rows_of
+
+
+class RoutedExperts(nn.Module):
+    """Stands where a family's experts module stood; has no parameters of its own."""
+
+    def __init__(self, spec: ExpertLayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.num_experts = spec.num_experts
+        self.offloaded: OffloadedExperts | None = None
+
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """hidden: [T, H] -> [T, H], as the family's own experts compute it."""
+        if self.offloaded is None:
+            raise RuntimeError(f"the experts of '{self.spec.name}' are not loaded, or the model was closed")
+        return self.offloaded.forward(hidden, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        """Shown when the model is printed."""
+        fmt = self.spec.format
+        return f"experts={self.num_experts}, hidden={fmt.hidden}, inter={fmt.inter}, dtype={fmt.dtype}, offloaded"
+
+
+def replace_experts(model: nn.Module, specs: tuple[ExpertLayerSpec, ...]) -> None:
+    """Swaps every experts module for a ``RoutedExperts``; the weights that it declared are gone."""
+    for spec in specs:
+        parent, _, child = spec.name.rpartition(".")
+        setattr(model.get_submodule(parent), child, RoutedExperts(spec))
+
+
+def attach_manager(model: nn.Module, specs: tuple[ExpertLayerSpec, ...], manager: OffloadManager) -> None:
+    """Gives each ``RoutedExperts`` its layer and makes every forward pass of the decoder one step."""
+    for spec, layer in zip(specs, manager.layers, strict=True):
+        experts = model.get_submodule(spec.name)
+        assert isinstance(experts, RoutedExperts)
+        experts.offloaded = layer
+    decoder = model.get_submodule(specs[0].name.partition(".layers.")[0])
+    hooks = _StepHooks(manager)
+    decoder.register_forward_pre_hook(hooks.before, with_kwargs=True)
+    decoder.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
+
+
+def detach(model: nn.Module, specs: tuple[ExpertLayerSpec, ...]) -> None:
+    """Leaves the model without experts: running it is an error from here on."""
+    for spec in specs:
+        experts = model.get_submodule(spec.name)
+        assert isinstance(experts, RoutedExperts)
+        experts.offloaded = None
+
+
+class _StepHooks:
+    """Opens a step before the decoder runs and closes it behind, also when the decoder fails."""
+
+    def __init__(self, manager: OffloadManager) -> None:
+        self._manager = manager
+        self._owner: int | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._manager.begin_step(_valid_rows(args, kwargs))
+        self._owner = threading.get_ident()
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # This also runs behind an exception (without an output), and even where begin_step refused
+        # because another thread's step is running: that one is not ours to close.
+        if self._owner != threading.get_ident():
+            return
+        self._owner = None
+        if output is None:
+            self._manager.abandon_step()
+        else:
+            self._manager.end_step()
+
+
+def _valid_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Which rows of a prefill are no padding, or None if all are (or nothing says so)."""
+    mask = kwargs.get("attention_mask")
+    tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None), None)
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or tokens is None or tokens.shape[1] == 1:
+        return None
+    return valid_rows_of(mask, tokens.shape[1])

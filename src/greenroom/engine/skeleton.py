@@ -1,0 +1,117 @@
+"""Building a transformers model without its routed experts."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from greenroom.engine.attach import replace_experts
+from greenroom.engine.expert_keys import expert_key_patterns
+from greenroom.engine.inspect import inspect_model
+from greenroom.engine.spec import ModelSpec
+from greenroom.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+_METHOD = "greenroom"
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The model's configuration.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+        UnsupportedModelError: transformers does not know the model, or its weights are quantised.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"'{folder}' has no config.json; give a Hugging Face model id or a model's folder")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(f"transformers {transformers.__version__} cannot read '{folder}': {error}") from error
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is not None:
+        method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else quantisation.quant_method
+        raise UnsupportedModelError(
+            f"'{folder}' is quantised with '{method}'; experts in BF16, FP16 and FP32 are supported so far"
+        )
+    return config
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:
+    """The dtype to load in; "auto" is what the configuration says.
+
+    Raises:
+        ConfigError: no such dtype.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+    resolved = getattr(torch, dtype, None)
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise ConfigError(f"unknown dtype '{dtype}'; choose auto, bfloat16, float16 or float32")
+    return resolved
+
+
+def describe(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
+    """What the model will hold, from its configuration alone; no weight is allocated."""
+    with torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except ValueError as error:
+            raise UnsupportedModelError(f"transformers has no text model for '{config.model_type}': {error}") from error
+        return inspect_model(model)
+
+
+def load_without_experts(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with all weights but the routed experts', in host memory.
+
+    Raises:
+        CheckpointError: a weight is missing or has another shape.
+    """
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, quantization_config=_SkipExpertsConfig(), output_loading_info=True
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise CheckpointError(f"cannot load the weights in '{folder}': {error}") from error
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"'{folder}' lacks {len(names)} of the model's tensors, the first is '{names[0]}'"
+        )
+    return model
+
+
+@register_quantization_config(_METHOD)
+class _SkipExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Asks ``from_pretrained`` for ``_SkipExperts``. Nothing is quantised."""
+
+    def __init__(self, **unused: Any) -> None:
+        self.quant_method = _METHOD
+
+
+@register_quantizer(_METHOD)
+class _SkipExperts(HfQuantizer):  # type: ignore[misc]
+    """The hook that transformers gives to change a model while it is still on the meta device."""
+
+    requires_calibration = False
+    is_trainable = False
+
+    def is_serializable(self, **unused: Any) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **unused: Any) -> PreTrainedModel:
+        spec = inspect_model(model)
+        replace_experts(model, spec.layers)
+        model._keys_to_ignore_on_load_unexpected.update(expert_key_patterns(spec))
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **unused: Any) -> PreTrainedModel:
+        self.remove_quantization_config(model)
+        model.config._is_quantized = False
+        return model

@@ -1,0 +1,281 @@
+"""Routed experts on the CPU: the face of the native engine.
+
+An engine owns its worker threads. Jobs run in the order in which they were submitted, each shared by all
+threads; threads without work sleep. Any Python thread may submit, and waiting releases the interpreter lock.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import lru_cache
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from greenroom.errors import ConfigError, EngineError
+from greenroom.experts.formats import ExpertFormat
+from greenroom.kernels.cpu.library import NativeFormat, NativeJob, last_error, load_library
+
+_NATIVE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class Isa(IntEnum):
+    """Instruction sets of the engine, in rising order of preference. The numbers are part of the native ABI."""
+
+    AUTO = -1
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512_BF16 = 2
+    AMX_BF16 = 3
+
+    @property
+    def label(self) -> str:
+        """The name that users see and type."""
+        return self.name.lower().replace("_", "-")
+
+    @classmethod
+    def parse(cls, text: str) -> "Isa":
+        """The instruction set called ``text``: its label, "auto" included.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        for isa in cls:
+            if isa.label == text.lower():
+                return isa
+        choices = ", ".join(isa.label for isa in cls)
+        raise ConfigError(f"there is no instruction set {text!r}; choose one of {choices}")
+
+
+def supported_isas() -> tuple[Isa, ...]:
+    """What this processor and its operating system run, best last.
+
+    Raises:
+        EngineError: the native library cannot be loaded.
+    """
+    bits = load_library().gr_isa_supported()
+    return tuple(isa for isa in Isa if isa is not Isa.AUTO and bits >> isa & 1)
+
+
+@lru_cache(maxsize=64)
+def _native_format(format: ExpertFormat) -> NativeFormat:
+    up, down, up_bias, down_bias, _ = format.offsets
+    return NativeFormat(
+        hidden=format.hidden,
+        inter=format.inter,
+        dtype=_NATIVE_DTYPES[format.dtype],
+        gated=format.gated,
+        has_bias=format.bias,
+        activation=int(format.activation.kind),
+        alpha=format.activation.alpha,
+        limit=format.activation.limit,
+        up=up,
+        down=down,
+        up_bias=up_bias,
+        down_bias=down_bias,
+    )
+
+
+class Ticket:
+    """A submitted job. Holds its tensors alive until the engine is done with them."""
+
+    def __init__(self, engine: "CpuExperts", number: int, keep: tuple[object, ...]) -> None:
+        self._engine: CpuExperts | None = engine
+        self._number = number
+        self._keep: tuple[object, ...] = keep
+        self._lock = Lock()
+        self._settled = False
+        self._error: str | None = None
+        self._waited = False
+
+    def wait(self) -> None:
+        """Blocks until the job is done; the output tensor is complete then.
+
+        Raises:
+            EngineError: the job failed, or was waited for before.
+        """
+        with self._lock:
+            if self._waited:
+                raise EngineError("this job was already waited for; each job is waited for once")
+            self._waited = True
+            self._settle_locked()
+            if self._error is not None:
+                raise EngineError(self._error)
+
+    def _settle(self) -> None:
+        """Waits for the job without reporting: a closing engine lets go of every job, waited for or not."""
+        with self._lock:
+            self._settle_locked()
+
+    def _settle_locked(self) -> None:
+        if self._settled:
+            return
+        assert self._engine is not None
+        self._error = self._engine._wait(self._number)
+        self._engine._forget(self._number)
+        self._settled = True
+        self._engine = None
+        self._keep = ()
+
+
+class CpuExperts:
+    """The native engine: ``threads`` workers that compute routed experts.
+
+    Args:
+        threads: number of workers, at least 1. Leave a core to the program itself.
+        cores: core numbers, one a worker, to which they are pinned; None leaves them to the scheduler.
+        isa: instruction set; ``AUTO`` takes the best one, or what the environment variable
+            ``GREENROOM_ISA`` names.
+
+    Raises:
+        ConfigError: ``cores`` has another length, or ``GREENROOM_ISA`` names nothing.
+        EngineError: the engine cannot be created with these arguments on this machine.
+    """
+
+    def __init__(self, threads: int, cores: Sequence[int] | None = None, isa: Isa = Isa.AUTO) -> None:
+        self._handle: ctypes.c_void_p | None = None
+        self._lock = Lock()
+        self._tickets: dict[int, Ticket] = {}
+        if cores is not None and len(cores) != threads:
+            raise ConfigError(f"{threads} CPU threads need as many core numbers, not {len(cores)}")
+        if isa is Isa.AUTO:
+            isa = Isa.parse(os.environ.get("GREENROOM_ISA") or "auto")
+        self._library = load_library()
+        handle = ctypes.c_void_p()
+        numbers = None if cores is None else (ctypes.c_int32 * threads)(*cores)
+        if self._library.gr_engine_create(threads, numbers, int(isa), ctypes.byref(handle)):
+            raise EngineError(last_error(self._library))
+        self._native = handle  # for jobs that are still waited for while the engine closes
+        self._threads = threads
+        self._isa = Isa(self._library.gr_engine_isa(handle))
+        self._handle = handle
+
+    @property
+    def threads(self) -> int:
+        """Number of workers."""
+        return self._threads
+
+    @property
+    def isa(self) -> Isa:
+        """The instruction set in use; never ``AUTO``."""
+        return self._isa
+
+    def submit(
+        self,
+        format: ExpertFormat,
+        experts: np.ndarray,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Ticket:
+        """Queues ``out[t] = sum over k of weights[t, k] * expert ids[t, k] (hidden[t])`` and returns at once.
+
+        Args:
+            experts: uint64 [E], address of each expert's block; 0 for those that are not chosen. The blocks'
+                memory must outlive the job; it may be page-locked, and the same blocks may serve other jobs.
+            hidden: ``format.dtype`` [T, format.hidden].
+            ids: int32 [T, K]. Negative ones and those >= E are skipped.
+            weights: float32 [T, K].
+            out: float32 [T, format.hidden], overwritten; it must not overlap the inputs.
+
+        All are contiguous CPU tensors, page-locked or not, and must not change until the job is done.
+
+        Raises:
+            ValueError: a tensor has another shape, dtype, device or stride.
+            EngineError: the engine is closed or refuses the job.
+        """
+        tokens, top_k = _check_batch(format, experts, hidden, ids, weights, out)
+        native = _native_format(format)
+        job = NativeJob(
+            format=ctypes.pointer(native),
+            experts=experts.ctypes.data,
+            num_experts=experts.shape[0],
+            top_k=top_k,
+            tokens=tokens,
+            hidden=hidden.data_ptr(),
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+            out=out.data_ptr(),
+        )
+        number = ctypes.c_uint64()
+        with self._lock:
+            if self._handle is None:
+                raise EngineError("the CPU engine is closed")
+            if self._library.gr_submit(self._handle, ctypes.byref(job), ctypes.byref(number)):
+                raise EngineError(last_error(self._library))
+            ticket = Ticket(self, number.value, (experts, hidden, ids, weights, out))
+            self._tickets[number.value] = ticket
+        return ticket
+
+    def run(
+        self,
+        format: ExpertFormat,
+        experts: np.ndarray,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """``submit`` and ``wait`` in one."""
+        self.submit(format, experts, hidden, ids, weights, out).wait()
+
+    def close(self) -> None:
+        """Waits for submitted jobs and ends the threads. Closing twice is fine."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+            tickets = list(self._tickets.values())
+        # Nothing new can be submitted now, and nobody is inside the native engine once these are settled.
+        for ticket in tickets:
+            ticket._settle()
+        if handle is not None:
+            self._library.gr_engine_destroy(handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, number: int) -> str | None:
+        """Waits for job ``number``; its error sentence, or None."""
+        status = self._library.gr_wait(self._native, number)
+        return last_error(self._library) if status else None
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            del self._tickets[number]
+
+
+def _check_batch(
+    format: ExpertFormat,
+    experts: np.ndarray,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+) -> tuple[int, int]:
+    """Tokens and experts per token, after checking everything that the native side takes on trust."""
+    if experts.dtype != np.uint64 or experts.ndim != 1 or not experts.flags.c_contiguous:
+        raise ValueError(f"experts must be contiguous uint64 [E], not {experts.dtype} {experts.shape}")
+    if ids.ndim != 2:
+        raise ValueError(f"ids must be [tokens, top_k], not {tuple(ids.shape)}")
+    tokens, top_k = ids.shape
+    _check_tensor("ids", ids, torch.int32, (tokens, top_k))
+    _check_tensor("weights", weights, torch.float32, (tokens, top_k))
+    _check_tensor("hidden", hidden, format.dtype, (tokens, format.hidden))
+    _check_tensor("out", out, torch.float32, (tokens, format.hidden))
+    return tokens, top_k
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be a contiguous CPU tensor")

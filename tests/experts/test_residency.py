@@ -1,0 +1,124 @@
+"""choose_swaps and dispatch against brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.experts.dispatch import CostModel, choose_num_streamed, dispatch, mask_ids
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.residency import ABSENT, choose_swaps
+
+FMT = ExpertFormat(64, 32, torch.bfloat16, Activation(ActivationKind.SILU))
+
+
+@st.composite
+def layer_state(draw):
+    experts = draw(st.integers(1, 12))
+    slots = draw(st.integers(0, experts))
+    resident = draw(st.permutations(range(experts)))[: draw(st.integers(0, slots))]
+    places = draw(st.permutations(range(slots)))
+    slot_of = np.full(experts, ABSENT, dtype=np.int32)
+    slot_of[resident] = places[: len(resident)]
+    free = np.array(sorted(places[len(resident) :][: draw(st.integers(0, slots))]), dtype=np.int64)
+    scores = np.array(draw(st.lists(st.integers(0, 4), min_size=experts, max_size=experts)), dtype=float)
+    needed = np.array(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
+    candidates = needed & np.array(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
+    return scores, slot_of, free, needed, candidates, draw(st.integers(0, 4))
+
+
+@given(layer_state())
+def test_swaps_are_the_greedy_best(state):
+    scores, slot_of, free, needed, candidates, limit = state
+    swaps = choose_swaps(*state)
+    left = [e for e in range(len(scores)) if candidates[e] and slot_of[e] == ABSENT]
+    victims = {e: slot_of[e] for e in range(len(scores)) if slot_of[e] != ABSENT and not needed[e]}
+    free = list(free)
+    for swap in swaps:
+        best = max(left, key=lambda e: (scores[e], -e))
+        assert swap.expert == best
+        left.remove(best)
+        if swap.victim == ABSENT:
+            assert swap.slot == free.pop(0)
+        else:
+            assert not free
+            worst = min(victims, key=lambda e: (scores[e], e))
+            assert (swap.victim, swap.slot) == (worst, victims.pop(worst))
+            assert scores[swap.expert] > scores[swap.victim]
+    replaced = sum(swap.victim != ABSENT for swap in swaps)
+    assert replaced <= limit
+    if left and not free and replaced < limit and victims:
+        assert max(scores[e] for e in left) <= min(scores[e] for e in victims)
+    assert not (left and free), "a free slot stayed empty though somebody wanted it"
+
+
+rates = st.sampled_from([0.0, 1e3, 3e4, 1e6, 1e9])
+
+
+@given(st.lists(st.integers(1, 500), max_size=9), rates, rates, st.sampled_from([1e3, 1e7, 1e12]))
+def test_split_is_no_worse_than_any_subset(pairs, copy_rate, cpu_rate, flops_rate):
+    if copy_rate == 0 and cpu_rate == 0:
+        return
+    costs = CostModel(copy_rate, cpu_rate, flops_rate)
+    pairs = np.array(sorted(pairs, reverse=True), dtype=np.int64)
+    chosen = choose_num_streamed(pairs, costs, FMT)
+
+    def ends(streamed: set[int]) -> float:
+        copy = sum(FMT.block_bytes / copy_rate if copy_rate else float("inf") for _ in streamed)
+        cpu = sum(
+            max(FMT.block_bytes / cpu_rate, int(n) * FMT.flops(1) / flops_rate) if cpu_rate else float("inf")
+            for i, n in enumerate(pairs)
+            if i not in streamed
+        )
+        return max(copy, cpu)
+
+    subsets = (set(s) for n in range(len(pairs) + 1) for s in itertools.combinations(range(len(pairs)), n))
+    assert ends(set(range(chosen))) <= min(map(ends, subsets)) * (1 + 1e-9)
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=20),
+    st.integers(1, 5),
+    st.sampled_from([CostModel(0, 1e9, 1e9), CostModel(1e9, 0, 0), CostModel(1e6, 1e6, 1e7)]),
+    st.randoms(use_true_random=False),
+)
+def test_every_expert_with_tokens_gets_exactly_one_lane(counts, group, costs, random):
+    counts = np.array(counts)
+    slot_of = np.array([random.choice([ABSENT, slot]) for slot in range(len(counts))])
+    plan = dispatch(counts, slot_of, costs, FMT, group)
+    everywhere = np.concatenate([plan.resident, plan.cpu, *plan.streamed])
+    assert sorted(everywhere) == [e for e in range(len(counts)) if counts[e]]
+    assert all(slot_of[e] != ABSENT for e in plan.resident)
+    assert all(slot_of[e] == ABSENT for e in (*plan.cpu, *itertools.chain(*plan.streamed)))
+    assert all(0 < len(g) <= group for g in plan.streamed)
+    assert list(plan.cpu) == sorted(plan.cpu)
+    if costs.cpu_bytes_per_s == 0:
+        assert len(plan.cpu) == 0
+    if costs.copy_bytes_per_s == 0:
+        assert not plan.streamed
+
+
+def test_the_experts_with_most_pairs_are_streamed():
+    counts = np.array([1, 100, 2, 50])
+    costs = CostModel(FMT.block_bytes, 10 * FMT.block_bytes, FMT.flops(10))
+    plan = dispatch(counts, np.full(4, ABSENT), costs, FMT, 8)
+    assert [list(g) for g in plan.streamed] == [[1, 3]]
+    assert list(plan.cpu) == [0, 2]
+
+
+def test_an_empty_batch_needs_nothing():
+    plan = dispatch(np.zeros(4, dtype=int), np.full(4, ABSENT), CostModel(1, 1, 1), FMT, 2)
+    assert len(plan.resident) == len(plan.cpu) == len(plan.streamed) == 0
+
+
+def test_a_cost_model_needs_an_open_lane():
+    with pytest.raises(ValueError, match="lane"):
+        CostModel(0, 0, 1)
+
+
+def test_masked_ids_keep_only_the_chosen_experts():
+    ids = np.array([[0, 1, 5], [-1, 3, 9]], dtype=np.int32)
+    assert mask_ids(ids, np.array([1, 3]), 6).tolist() == [[-1, 1, -1], [-1, 3, -1]]
