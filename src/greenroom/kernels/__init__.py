@@ -1,0 +1,1 @@
+"""Code that computes: the CPU engine and the GPU kernels."""

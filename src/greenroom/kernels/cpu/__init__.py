@@ -1,0 +1,1 @@
+"""The native CPU expert engine. ``library`` loads it; ``greenroom.experts.cpu`` is its face."""

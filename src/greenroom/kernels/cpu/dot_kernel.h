@@ -1,0 +1,238 @@
+// The kernel by dot products: weights stream once in row order, each loaded weight serves every token.
+// The best choice for few tokens, and the only one without AMX.
+//
+// A file includes this after defining GR_LANES, and instantiates dot_kernel<Machine, Weight, Act> with
+//   Machine::Reg, Acc, step      a register of `step` elements and its fp32 accumulator
+//   Machine::load(const T *), load_part(const T *, count), multiply_add(Acc, Reg, Reg), sum(Acc)
+//   Machine::store(Act *, const float *, count)
+// Everything has internal linkage on purpose: see kernel.h.
+//
+// An output element is always computed by the same operations in the same order: which variant of the
+// inner loop runs depends on the tokens of the expert and on the row's position within a unit only.
+#ifndef GREENROOM_DOT_KERNEL_H
+#define GREENROOM_DOT_KERNEL_H
+
+#include <string.h>
+
+#include "activation.h"
+#include "kernel.h"
+
+namespace greenroom {
+namespace {
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline float to_float(float value) { return value; }
+inline float to_float(Bf16 value) { return bits_to_float(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_float(F16 value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t rest = value.bits & 0x7fffu;
+  if (rest >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+  // Rebias by multiplying, which also makes subnormal numbers exact.
+  const float magnitude = bits_to_float(rest << 13) * 5.192296858534828e33f;  // 2^112
+  return bits_to_float(sign) == 0.0f && sign ? -magnitude : magnitude;
+}
+
+constexpr int32_t kUnit = 8;          // rows that are not divided between threads
+constexpr int32_t kBlockRows = 64;    // rows whose results wait in scratch for their activation
+constexpr int32_t kBlockTokens = 32;  // tokens taken together: their inputs stay in the L2 cache
+#ifndef GR_PREFETCH_BYTES
+#define GR_PREFETCH_BYTES 4096
+#endif
+constexpr int64_t kAhead = GR_PREFETCH_BYTES;  // distance of the software prefetch
+
+// Prefetches run ahead in the order in which weights are read: to the end of a run, then into the next.
+struct Stream {
+  const uint8_t *end;
+  const uint8_t *next;  // null: nothing follows
+};
+
+inline void prefetch_ahead(const uint8_t *at, const Stream &stream) {
+  const uint8_t *ahead = at + kAhead;
+  if (ahead >= stream.end) {
+    if (!stream.next) return;
+    ahead = stream.next + (ahead - stream.end);
+  }
+  __builtin_prefetch(ahead, 0, 3);
+}
+
+// c[n * ldc + r] = dot(row r, x[n]) for R rows and N tokens, each with U partial sums.
+template <class M, int R, int N, int U, class W, class X>
+inline void dot_block(const W *w, int64_t pitch, const X *const *x, int32_t k, float *c, int32_t ldc,
+                      const Stream *stream) {
+  typename M::Acc acc[R][N][U];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n)
+      for (int u = 0; u < U; ++u) acc[r][n][u] = M::zero();
+  int32_t p = 0;
+  for (; p + M::step * U <= k; p += M::step * U) {
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) {
+      const int32_t q = p + u * M::step;
+      typename M::Reg xv[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) xv[n] = M::load(x[n] + q);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const W *address = w + r * pitch + q;
+        if (stream) prefetch_ahead(reinterpret_cast<const uint8_t *>(address), *stream);
+        const typename M::Reg wv = M::load(address);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[r][n][u] = M::multiply_add(acc[r][n][u], wv, xv[n]);
+      }
+    }
+  }
+  for (; p < k; p += M::step) {
+    const int32_t count = k - p < M::step ? k - p : M::step;
+    for (int n = 0; n < N; ++n) {
+      const typename M::Reg xv = M::load_part(x[n] + p, count);
+      for (int r = 0; r < R; ++r)
+        acc[r][n][0] = M::multiply_add(acc[r][n][0], M::load_part(w + r * pitch + p, count), xv);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) {
+      for (int u = 1; u < U; ++u) acc[r][n][0] = M::add(acc[r][n][0], acc[r][n][u]);
+      c[n * ldc + r] = M::sum(acc[r][n][0]);
+    }
+}
+
+// R rows and all tokens: four at a time, then the rest. Only the first pass meets cold weights.
+template <class M, int R, class W, class X>
+inline void dot_tokens(const W *w, int64_t pitch, const X *const *x, int32_t tokens, int32_t k, float *c,
+                       int32_t ldc, const Stream *stream) {
+  int32_t n = 0;
+  for (; n + 4 <= tokens; n += 4) {
+    dot_block<M, R, 4, 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
+    stream = nullptr;
+  }
+  if (tokens - n == 3) dot_block<M, R, 3, 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
+  if (tokens - n == 2) dot_block<M, R, 2, R == 1 ? 4 : 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
+  if (tokens - n == 1) dot_block<M, R, 1, R == 1 ? 4 : 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
+}
+
+// c[n * ldc + r] for all rows. Few tokens: row after row, exactly the order of the bytes in memory.
+template <class M, class W, class X>
+inline void dot_rows(const W *w, int32_t rows, const X *const *x, int32_t tokens, int32_t k, float *c,
+                     int32_t ldc, const uint8_t *next) {
+  const Stream stream{reinterpret_cast<const uint8_t *>(w + static_cast<int64_t>(rows) * k), next};
+  int32_t r = 0;
+  if (tokens > 2)
+    for (; r + 4 <= rows; r += 4)
+      dot_tokens<M, 4>(w + static_cast<int64_t>(r) * k, k, x, tokens, k, c + r, ldc, &stream);
+  for (; r < rows; ++r)
+    dot_tokens<M, 1>(w + static_cast<int64_t>(r) * k, k, x, tokens, k, c + r, ldc, &stream);
+}
+
+inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
+
+// Elements between activation rows: whole cache lines.
+template <class A>
+inline int64_t act_pitch(const gr_format &f) {
+  constexpr int64_t line = 64 / sizeof(A);
+  return (f.inter + line - 1) / line * line;
+}
+
+template <class A>
+size_t dot_act_bytes(const gr_format *f, int32_t count) {
+  return static_cast<size_t>(count) * act_pitch<A>(*f) * sizeof(A);
+}
+
+inline size_t dot_scratch_bytes(const gr_format *) {
+  return sizeof(float) * 2 * kBlockTokens * kBlockRows;
+}
+
+template <class M, class W, class A>
+void dot_up(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch) {
+  const gr_format &f = *group->format;
+  const W *matrix = reinterpret_cast<const W *>(group->block + f.up);
+  const W *bias = f.has_bias ? reinterpret_cast<const W *>(group->block + f.up_bias) : nullptr;
+  const W *hidden = reinterpret_cast<const W *>(group->hidden);
+  A *act = reinterpret_cast<A *>(group->act);
+  const int64_t pitch = act_pitch<A>(f);
+  float *gate = static_cast<float *>(scratch);  // [kBlockTokens][kBlockRows]
+  float *up = gate + kBlockTokens * kBlockRows;
+  const int32_t up_row = f.gated ? f.inter : 0;
+  for (int32_t row = first; row < last; row += kBlockRows) {
+    const int32_t rows = smaller(last - row, kBlockRows);
+    const W *gate_rows = matrix + static_cast<int64_t>(row) * f.hidden;
+    const W *up_rows = matrix + static_cast<int64_t>(up_row + row) * f.hidden;
+    const uint8_t *after =
+        row + rows < last ? reinterpret_cast<const uint8_t *>(gate_rows + static_cast<int64_t>(rows) * f.hidden)
+                          : next;
+    for (int32_t token = 0; token < group->count; token += kBlockTokens) {
+      const int32_t tokens = smaller(group->count - token, kBlockTokens);
+      const W *x[kBlockTokens];
+      for (int32_t n = 0; n < tokens; ++n)
+        x[n] = hidden + static_cast<int64_t>(group->pairs[token + n].token) * f.hidden;
+      if (f.gated)
+        dot_rows<M>(gate_rows, rows, x, tokens, f.hidden, gate, kBlockRows,
+                    reinterpret_cast<const uint8_t *>(up_rows));
+      dot_rows<M>(up_rows, rows, x, tokens, f.hidden, up, kBlockRows, after);
+      for (int32_t n = 0; n < tokens; ++n) {
+        float *g = gate + n * kBlockRows, *u = up + n * kBlockRows;
+        if (bias)
+          for (int32_t r = 0; r < rows; ++r) {
+            if (f.gated) g[r] += to_float(bias[row + r]);
+            u[r] += to_float(bias[up_row + row + r]);
+          }
+        // Whole vectors: the lanes past the last row hold old numbers, and nothing reads their results.
+        for (int32_t r = 0; r < rows; r += GR_LANES) {
+          VecF *uv = reinterpret_cast<VecF *>(u + r);
+          *uv = f.gated ? activate_gated(f, *reinterpret_cast<VecF *>(g + r), *uv) : activate_plain(f, *uv);
+        }
+        M::store(act + (token + n) * pitch + row, u, rows);
+      }
+    }
+  }
+}
+
+template <class M, class W, class A>
+void dot_down(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch) {
+  const gr_format &f = *group->format;
+  const W *matrix = reinterpret_cast<const W *>(group->block + f.down);
+  const W *bias = f.has_bias ? reinterpret_cast<const W *>(group->block + f.down_bias) : nullptr;
+  const A *act = reinterpret_cast<const A *>(group->act);
+  const int64_t pitch = act_pitch<A>(f);
+  float *sums = static_cast<float *>(scratch);  // [kBlockTokens][kBlockRows]
+  for (int32_t row = first; row < last; row += kBlockRows) {
+    const int32_t rows = smaller(last - row, kBlockRows);
+    const W *w = matrix + static_cast<int64_t>(row) * f.inter;
+    const uint8_t *after =
+        row + rows < last ? reinterpret_cast<const uint8_t *>(w + static_cast<int64_t>(rows) * f.inter) : next;
+    for (int32_t token = 0; token < group->count; token += kBlockTokens) {
+      const int32_t tokens = smaller(group->count - token, kBlockTokens);
+      const A *x[kBlockTokens];
+      for (int32_t n = 0; n < tokens; ++n) x[n] = act + (token + n) * pitch;
+      dot_rows<M>(w, rows, x, tokens, f.inter, sums, kBlockRows, after);
+      for (int32_t n = 0; n < tokens; ++n) {
+        const Pair pair = group->pairs[token + n];
+        float *out = group->out + static_cast<int64_t>(pair.token) * f.hidden + row;
+        float *s = sums + n * kBlockRows;
+        if (bias)
+          for (int32_t r = 0; r < rows; ++r) s[r] += to_float(bias[row + r]);
+        for (int32_t r = 0; r < rows; ++r) out[r] += pair.weight * s[r];
+      }
+    }
+  }
+}
+
+template <class M, class W, class A>
+constexpr Kernel dot_kernel() {
+  return Kernel{kUnit, kUnit, dot_act_bytes<A>, dot_scratch_bytes, dot_up<M, W, A>, dot_down<M, W, A>};
+}
+
+}  // namespace
+}  // namespace greenroom
+#endif

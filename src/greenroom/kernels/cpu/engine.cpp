@@ -1,0 +1,250 @@
+#include "engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace greenroom {
+namespace {
+
+constexpr std::chrono::microseconds kWorkerSpin{200};  // longer than the gap between two layers of a decode step
+constexpr std::chrono::microseconds kCrowdedSpin{5};   // more threads than cores: someone else needs the core
+constexpr std::chrono::microseconds kWaiterSpin{50};
+
+// Large claims first, single units last: few claims, long runs of memory, and threads that end together.
+constexpr uint32_t kClaimShare = 4;
+
+uint64_t control_word(uint64_t serial, uint32_t units) { return serial << 32 | units; }
+uint32_t unclaimed(uint64_t word) { return static_cast<uint32_t>(word); }
+
+uint32_t usable_cores() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return static_cast<uint32_t>(CPU_COUNT(&set));
+#endif
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+void pin(std::thread &thread, int32_t core) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  int error = EINVAL;
+  if (core >= 0 && core < CPU_SETSIZE) {
+    CPU_SET(core, &set);
+    error = pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
+  }
+  if (error)
+    throw std::invalid_argument("a thread cannot be pinned to core " + std::to_string(core) + ": " +
+                                std::strerror(error) + "; choose cores that this process may use");
+#else
+  (void)thread, (void)core;
+  throw std::invalid_argument("threads cannot be pinned on this operating system; leave the cores out");
+#endif
+}
+
+// Signals belong to the program's own threads.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
+
+ private:
+  sigset_t old_;
+};
+
+}  // namespace
+
+Engine::Engine(int32_t threads, const int32_t *cores, gr_isa isa)
+    : isa_(isa), threads_(static_cast<uint32_t>(std::max(threads, 0))) {
+  if (threads < 1) throw std::invalid_argument("an engine needs at least one thread, not " + std::to_string(threads));
+  spin_ = threads_ <= usable_cores() ? kWorkerSpin : kCrowdedSpin;
+  for (uint32_t i = 0; i < threads_; ++i) scratch_.push_back(std::make_unique<GrowingBuffer>());
+  try {
+    start(cores);
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+Engine::~Engine() {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [this] { return !running_; });
+  }
+  stop();
+}
+
+void Engine::start(const int32_t *cores) {
+  const SignalsBlocked blocked;
+  for (uint32_t i = 0; i < threads_; ++i) {
+    workers_.emplace_back(&Engine::work, this, i);
+#if defined(__linux__)
+    pthread_setname_np(workers_.back().native_handle(), "greenroom-cpu");
+#endif
+    if (cores) pin(workers_.back(), cores[i]);
+  }
+}
+
+void Engine::stop() {
+  stop_.store(true, std::memory_order_seq_cst);
+  parking_.wake_all();
+  for (std::thread &worker : workers_) worker.join();
+  workers_.clear();
+}
+
+uint64_t Engine::submit(const gr_job &job) {
+  check_job(job);
+  auto record = std::make_shared<Record>();
+  record->job = job;
+  record->format = *job.format;
+  record->job.format = &record->format;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const uint64_t ticket = ++tickets_;
+  records_.emplace(ticket, record);
+  if (running_) {
+    try {
+      queue_.push_back(std::move(record));
+    } catch (...) {
+      records_.erase(ticket);
+      throw;
+    }
+  } else {
+    // Nobody holds a unit while the engine is idle, so this thread may write the phase data.
+    running_ = true;
+    start_job(std::move(record));
+  }
+  return ticket;
+}
+
+std::string Engine::wait(uint64_t ticket) {
+  std::shared_ptr<Record> record;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = records_.find(ticket);
+    if (found == records_.end())
+      throw std::invalid_argument("there is no job number " + std::to_string(ticket) +
+                                  " to wait for; each job is waited for once");
+    record = std::move(found->second);
+    records_.erase(found);
+  }
+  record->parking.wait([&] { return record->done.load(std::memory_order_seq_cst); }, kWaiterSpin);
+  return record->error;
+}
+
+void Engine::work(size_t worker) {
+  for (;;) {
+    const Claim taken = claim();
+    if (taken.count) {
+      run(taken, worker);
+      // Release: what this thread wrote is visible to the one that finishes the last unit, which acquires.
+      if (unfinished_.fetch_sub(taken.count, std::memory_order_acq_rel) == taken.count) advance();
+      continue;
+    }
+    if (stop_.load(std::memory_order_seq_cst)) return;
+    parking_.wait(
+        [&] {
+          return control_.load(std::memory_order_seq_cst) != taken.word || stop_.load(std::memory_order_seq_cst);
+        },
+        spin_);
+  }
+}
+
+Engine::Claim Engine::claim() {
+  uint64_t word = control_.load(std::memory_order_acquire);
+  for (;;) {
+    const uint32_t left = unclaimed(word);
+    if (!left) return Claim{0, 0, word};
+    const uint32_t count = std::max(1u, left / (kClaimShare * threads_));
+    if (control_.compare_exchange_weak(word, word - count, std::memory_order_acq_rel, std::memory_order_acquire))
+      return Claim{units_ - left, count, word};
+  }
+}
+
+void Engine::run(const Claim &claim, size_t worker) {
+  // After a failure the remaining units are only counted.
+  if (failed_.load(std::memory_order_relaxed)) return;
+  try {
+    switch (phase_) {
+      case Phase::prepare: prepare_slice(); break;
+      case Phase::up: plan_.run_up(claim.first, claim.count, scratch_[worker]->data()); break;
+      case Phase::down: plan_.run_down(claim.first, claim.count, scratch_[worker]->data()); break;
+    }
+  } catch (const std::bad_alloc &) {
+    fail("the CPU engine could not get memory for this batch; use smaller batches");
+  } catch (const std::exception &error) {
+    fail(error.what());
+  } catch (...) {
+    fail("the CPU engine failed for an unknown reason");
+  }
+}
+
+void Engine::fail(const char *sentence) {
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  if (!failed_.exchange(true)) current_->error = sentence;
+}
+
+// The only unit of its phase: this thread alone works for the job now.
+void Engine::prepare_slice() {
+  const gr_job &job = current_->job;
+  slice_end_ = std::min(job.tokens, slice_begin_ + slice_tokens(job));
+  plan_.build(job, slice_begin_, slice_end_ - slice_begin_, isa_);
+  for (const auto &buffer : scratch_) buffer->reserve(plan_.scratch_bytes());
+}
+
+void Engine::publish(Phase phase, uint32_t units) {
+  phase_ = phase;
+  units_ = units;
+  unfinished_.store(units, std::memory_order_relaxed);
+  const uint64_t serial = (control_.load(std::memory_order_relaxed) >> 32) + 1;
+  control_.store(control_word(serial, units), std::memory_order_seq_cst);
+  parking_.wake_all();
+}
+
+// Called by the thread that finished a phase's last unit. Ends by publishing a phase with units in it, or idle.
+void Engine::advance() {
+  if (failed_.load(std::memory_order_relaxed)) return finish_job();
+  if (phase_ == Phase::prepare && plan_.up_units()) return publish(Phase::up, plan_.up_units());
+  if (phase_ != Phase::down && plan_.down_units()) return publish(Phase::down, plan_.down_units());
+  if (slice_end_ < current_->job.tokens) {
+    slice_begin_ = slice_end_;
+    return publish(Phase::prepare, 1);
+  }
+  finish_job();
+}
+
+void Engine::finish_job() {
+  const std::shared_ptr<Record> finished = std::move(current_);
+  current_.reset();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.empty()) {
+      running_ = false;
+      idle_.notify_all();
+    } else {
+      std::shared_ptr<Record> next = std::move(queue_.front());
+      queue_.pop_front();
+      start_job(std::move(next));
+    }
+  }
+  finished->done.store(true, std::memory_order_seq_cst);
+  finished->parking.wake_all();
+}
+
+void Engine::start_job(std::shared_ptr<Record> record) {
+  current_ = std::move(record);
+  slice_begin_ = 0;
+  failed_.store(false, std::memory_order_relaxed);
+  publish(Phase::prepare, 1);
+}
+
+}  // namespace greenroom

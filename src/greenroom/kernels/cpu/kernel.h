@@ -1,0 +1,54 @@
+// What the engine asks of a kernel: two projections of one expert over the tokens that chose it.
+//
+// This header is included by files compiled for different instruction sets. It must hold nothing that
+// the linker could share between them (no inline functions, no standard containers): otherwise code
+// built for AVX-512 could end up in the path that older processors take.
+#ifndef GREENROOM_KERNEL_H
+#define GREENROOM_KERNEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "greenroom_cpu.h"
+
+namespace greenroom {
+
+// One chosen expert of one token.
+struct Pair {
+  int32_t token;
+  float weight;
+};
+
+// One expert with all its tokens. Read-only for kernels, except act and out.
+struct Group {
+  const gr_format *format;
+  const uint8_t *block;    // the expert's weights
+  const uint8_t *hidden;   // [tokens, format->hidden] of format->dtype
+  float *out;              // [tokens, format->hidden]
+  const Pair *pairs;       // [count], ascending tokens
+  int32_t count;           // >= 1
+  uint8_t *act;            // activation rows between the projections, in the kernel's own layout
+};
+
+// next: where the caller will read weights after this call, or null; a hint for prefetching.
+// scratch: scratch_bytes of the calling thread, 64-byte aligned, no promise about its content.
+struct Kernel {
+  int32_t up_unit;   // rows of `inter` that are not divided between threads; a call starts at a multiple
+  int32_t down_unit; // the same for rows of the output
+  size_t (*act_bytes)(const gr_format *format, int32_t count);
+  size_t (*scratch_bytes)(const gr_format *format);
+  // act[:, first:last] = activation(first projection)
+  void (*up)(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch);
+  // out[token, first:last] += weight * (second projection), one pair after another
+  void (*down)(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch);
+};
+
+// One table per instruction set, indexed by gr_dtype.
+extern const Kernel portable_kernels[3];
+extern const Kernel avx2_kernels[3];
+extern const Kernel avx512_kernels[3];
+extern const Kernel amx_kernel;  // bf16 only
+extern const int32_t amx_min_tokens;  // with fewer tokens the dot products of avx512_kernels win
+
+}  // namespace greenroom
+#endif

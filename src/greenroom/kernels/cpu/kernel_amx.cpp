@@ -1,0 +1,313 @@
+// AMX: bf16 weights are the A operand as they lie in memory (16 rows of 32), tokens are the columns.
+//
+// The B operand wants pairs of inner elements side by side for 16 tokens ("VNNI" order): row r of a
+// tile holds elements 2r and 2r + 1 of each token. Hidden rows are brought to that order per call;
+// activation rows are written in it, as tiles [token tile][inner tile][16][16 tokens][2].
+// Missing rows, columns and tokens are zeros in scratch copies, so every tile is a whole one and one
+// tile configuration does. Padded tokens have their own columns, which are never stored to the output.
+#define GR_LANES 16
+#include <immintrin.h>
+
+#include "dot_kernel.h"
+
+namespace greenroom {
+
+#ifndef GR_AMX_MIN_TOKENS
+#define GR_AMX_MIN_TOKENS 5
+#endif
+const int32_t amx_min_tokens = GR_AMX_MIN_TOKENS;
+
+namespace {
+
+constexpr int32_t kTile = 16;          // rows, and tokens
+constexpr int32_t kInner = 32;         // bf16 elements in a tile's row
+constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kPackedBytes = 1 << 20;  // hidden rows of one pass; half of a common L2 cache
+
+struct alignas(64) Scratch {
+  float c[2][2][kTile * kTile];  // [row tile][token tile][row][token]
+  uint8_t edge[2][kTileBytes];   // zero-padded weights
+};  // followed by packed hidden rows, [token tile][inner tile]
+
+inline int32_t tiles_of(int32_t count, int32_t size) { return (count + size - 1) / size; }
+
+// Token tiles in one pass over an expert's rows; even, so that two can be taken at a time.
+inline int32_t pass_tiles(int32_t inner) {
+  const int64_t tiles = kPackedBytes / (kTileBytes * tiles_of(inner, kInner)) / 2 * 2;
+  return static_cast<int32_t>(tiles < 2 ? 2 : tiles);
+}
+
+// The intrinsics for tile loads do not tell the compiler that they read memory.
+inline void memory_barrier() { __asm__ volatile("" ::: "memory"); }
+
+// Lives for one kernel call. Releasing the tiles keeps them out of context switches between jobs.
+struct TileScope {
+  TileScope() {
+    alignas(64) struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    memory_barrier();
+    _tile_loadconfig(&config);
+  }
+  ~TileScope() { _tile_release(); }
+};
+
+// Transposes 16 registers of 16 dwords.
+inline void transpose(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// Hidden rows of up to 16 tokens into tiles.
+inline void pack_tokens(const Group &group, int32_t token, uint8_t *tiles) {
+  const int32_t inner = group.format->hidden;
+  const int32_t tokens = smaller(group.count - token, kTile);
+  const Bf16 *rows[kTile];
+  for (int32_t n = 0; n < tokens; ++n)
+    rows[n] = reinterpret_cast<const Bf16 *>(group.hidden) + static_cast<int64_t>(group.pairs[token + n].token) * inner;
+  for (int32_t k = 0; k < inner; k += kInner, tiles += kTileBytes) {
+    const __mmask32 mask = inner - k >= kInner ? ~__mmask32{0} : (__mmask32{1} << (inner - k)) - 1;
+    __m512i r[kTile];
+    for (int32_t n = 0; n < kTile; ++n)
+      r[n] = n < tokens ? _mm512_maskz_loadu_epi16(mask, rows[n] + k) : _mm512_setzero_si512();
+    transpose(r);
+    for (int32_t n = 0; n < kTile; ++n) _mm512_store_si512(tiles + 64 * n, r[n]);
+  }
+}
+
+// Two blocks of up to 16 weight rows each, and what to read after them.
+struct WeightTiles {
+  const uint8_t *block[2];
+  int32_t rows[2];
+  int32_t inner;
+  const uint8_t *ahead[2];  // prefetched while these are computed; null: nothing
+};
+
+inline void copy_edge(const WeightTiles &w, int which, int32_t k, uint8_t *edge) {
+  const int64_t pitch = static_cast<int64_t>(w.inner) * 2;
+  const __mmask32 mask = w.inner - k >= kInner ? ~__mmask32{0} : (__mmask32{1} << (w.inner - k)) - 1;
+  for (int32_t r = 0; r < kTile; ++r) {
+    const __m512i row = r < w.rows[which]
+                            ? _mm512_maskz_loadu_epi16(mask, w.block[which] + r * pitch + 2 * static_cast<int64_t>(k))
+                            : _mm512_setzero_si512();
+    _mm512_store_si512(edge + 64 * r, row);
+  }
+}
+
+// Tiles 0-3 are sums [row tile][token tile], 4-5 weights, 6-7 tokens.
+template <int RowTiles, int TokenTiles>
+inline void multiply_tiles() {
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (TokenTiles > 1) _tile_dpbf16ps(1, 4, 7);
+  if constexpr (RowTiles > 1) _tile_dpbf16ps(2, 5, 6);
+  if constexpr (RowTiles > 1 && TokenTiles > 1) _tile_dpbf16ps(3, 5, 7);
+}
+
+// scratch.c = weights x tokens; b: [token tile][inner tile], b_pitch bytes between token tiles.
+template <int RowTiles, int TokenTiles>
+inline void tile_product(const WeightTiles &w, const uint8_t *b, int64_t b_pitch, Scratch &scratch) {
+  const int64_t pitch = static_cast<int64_t>(w.inner) * 2;
+  const bool whole_rows = w.rows[0] == kTile && (RowTiles == 1 || w.rows[1] == kTile);
+  const int32_t whole = whole_rows ? w.inner / kInner : 0;
+  const int32_t tiles = tiles_of(w.inner, kInner);
+  memory_barrier();
+  _tile_zero(0);
+  if constexpr (TokenTiles > 1) _tile_zero(1);
+  if constexpr (RowTiles > 1) _tile_zero(2);
+  if constexpr (RowTiles > 1 && TokenTiles > 1) _tile_zero(3);
+  for (int32_t k = 0; k < whole; ++k) {
+    // 16 lines a step and block walk through all 16 rows, in the order of their addresses.
+    if (w.ahead[0])
+      for (int32_t line = 0; line < kTile; ++line)
+        __builtin_prefetch(w.ahead[0] + k * kTileBytes + 64 * line, 0, 2);
+    if (RowTiles > 1 && w.ahead[1])
+      for (int32_t line = 0; line < kTile; ++line)
+        __builtin_prefetch(w.ahead[1] + k * kTileBytes + 64 * line, 0, 2);
+    _tile_loadd(4, w.block[0] + 64 * static_cast<int64_t>(k), pitch);
+    if constexpr (RowTiles > 1) _tile_loadd(5, w.block[1] + 64 * static_cast<int64_t>(k), pitch);
+    _tile_loadd(6, b + k * kTileBytes, 64);
+    if constexpr (TokenTiles > 1) _tile_loadd(7, b + b_pitch + k * kTileBytes, 64);
+    multiply_tiles<RowTiles, TokenTiles>();
+  }
+  for (int32_t k = whole; k < tiles; ++k) {
+    for (int which = 0; which < RowTiles; ++which) copy_edge(w, which, k * kInner, scratch.edge[which]);
+    memory_barrier();
+    _tile_loadd(4, scratch.edge[0], 64);
+    if constexpr (RowTiles > 1) _tile_loadd(5, scratch.edge[1], 64);
+    _tile_loadd(6, b + k * kTileBytes, 64);
+    if constexpr (TokenTiles > 1) _tile_loadd(7, b + b_pitch + k * kTileBytes, 64);
+    multiply_tiles<RowTiles, TokenTiles>();
+    memory_barrier();
+  }
+  _tile_stored(0, scratch.c[0][0], 64);
+  if constexpr (TokenTiles > 1) _tile_stored(1, scratch.c[0][1], 64);
+  if constexpr (RowTiles > 1) _tile_stored(2, scratch.c[1][0], 64);
+  if constexpr (RowTiles > 1 && TokenTiles > 1) _tile_stored(3, scratch.c[1][1], 64);
+  memory_barrier();
+}
+
+size_t amx_act_bytes(const gr_format *f, int32_t count) {
+  return static_cast<size_t>(tiles_of(count, kTile)) * tiles_of(f->inter, kInner) * kTileBytes;
+}
+
+size_t amx_scratch_bytes(const gr_format *f) {
+  return sizeof(Scratch) + static_cast<size_t>(pass_tiles(f->hidden)) * tiles_of(f->hidden, kInner) * kTileBytes;
+}
+
+// Two neighbouring inner elements of 16 tokens: one row of an activation tile.
+inline void store_pair_row(uint8_t *to, VecF even, VecF odd) {
+  const __m512i words = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), words));
+}
+
+// One row of activations, 16 tokens. Rows past the last one are zeros: the next projection reads them.
+inline VecF activated_row(const gr_format &f, const float *gate, const float *up, const Bf16 *bias, int32_t row) {
+  if (row >= f.inter) return splat(0.0f);
+  VecF u = *reinterpret_cast<const VecF *>(up);
+  if (!f.gated) return activate_plain(f, bias ? u + to_float(bias[row]) : u);
+  VecF g = *reinterpret_cast<const VecF *>(gate);
+  if (bias) {
+    g = g + to_float(bias[row]);
+    u = u + to_float(bias[f.inter + row]);
+  }
+  return activate_gated(f, g, u);
+}
+
+void amx_up(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *memory) {
+  const gr_format &f = *group->format;
+  Scratch &scratch = *static_cast<Scratch *>(memory);
+  uint8_t *packed = static_cast<uint8_t *>(memory) + sizeof(Scratch);
+  const int64_t pitch = static_cast<int64_t>(f.hidden) * 2;
+  const uint8_t *matrix = group->block + f.up;
+  const Bf16 *bias = f.has_bias ? reinterpret_cast<const Bf16 *>(group->block + f.up_bias) : nullptr;
+  const int64_t token_pitch = tiles_of(f.hidden, kInner) * kTileBytes;
+  const int64_t act_pitch = tiles_of(f.inter, kInner) * kTileBytes;
+  const int32_t all_tiles = tiles_of(group->count, kTile);
+  const int64_t second = (f.gated ? f.inter : kTile) * pitch;  // from the first to the second block of rows
+  const int32_t step = f.gated ? kTile : 2 * kTile;            // rows of activations for each product
+  const TileScope scope;
+  for (int32_t pass = 0; pass < all_tiles; pass += pass_tiles(f.hidden)) {
+    const int32_t tiles = smaller(all_tiles - pass, pass_tiles(f.hidden));
+    for (int32_t t = 0; t < tiles; ++t) pack_tokens(*group, (pass + t) * kTile, packed + t * token_pitch);
+    // Rows are covered up to a whole inner tile of the next projection, whose padding must be zeros.
+    const int32_t end = last < f.inter ? last : tiles_of(f.inter, kInner) * kInner;
+    for (int32_t row = first; row < end; row += step) {
+      WeightTiles w;
+      w.inner = f.hidden;
+      w.block[0] = matrix + row * pitch;
+      w.block[1] = w.block[0] + second;
+      w.rows[0] = smaller(kTile, f.inter - row);
+      w.rows[1] = f.gated ? w.rows[0] : smaller(kTile, f.inter - row - kTile);
+      const uint8_t *ahead = row + step < last ? w.block[0] + step * pitch : next;
+      for (int32_t t = 0; t < tiles; t += 2) {
+        w.ahead[0] = t == 0 ? ahead : nullptr;
+        w.ahead[1] = t == 0 && ahead ? ahead + second : nullptr;
+        const int32_t token_tiles = smaller(tiles - t, 2);
+        const uint8_t *b = packed + t * token_pitch;
+        if (token_tiles == 2)
+          tile_product<2, 2>(w, b, token_pitch, scratch);
+        else
+          tile_product<2, 1>(w, b, token_pitch, scratch);
+        for (int32_t n = 0; n < token_tiles; ++n) {
+          uint8_t *act = group->act + (pass + t + n) * act_pitch + row / kInner * kTileBytes + row % kInner * 32;
+          for (int32_t r = 0; r < step; r += 2) {
+            // Gated: row tiles are gate and up of the same rows. Otherwise: consecutive rows.
+            const float *gate = scratch.c[0][n] + r * kTile;
+            const float *up = (f.gated ? scratch.c[1][n] : scratch.c[r / kTile][n] - r / kTile * kTile * kTile) + r * kTile;
+            store_pair_row(act + r * 32, activated_row(f, gate, up, bias, row + r),
+                           activated_row(f, gate + kTile, up + kTile, bias, row + r + 1));
+          }
+        }
+      }
+    }
+  }
+}
+
+// out[token, row:row + rows] += weight * (c[:, token] + bias), tokens in their order.
+inline void add_to_output(const Group &group, const float *c, int32_t token, int32_t row, int32_t rows,
+                          const Bf16 *bias) {
+  const __mmask16 mask = static_cast<__mmask16>((1u << rows) - 1);
+  __m512i r[kTile];
+  for (int i = 0; i < kTile; ++i) r[i] = _mm512_load_si512(c + kTile * i);
+  transpose(r);
+  __m512 b = _mm512_setzero_ps();
+  if (bias)
+    b = _mm512_castsi512_ps(_mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, reinterpret_cast<const uint16_t *>(bias) + row)), 16));
+  const int32_t tokens = smaller(group.count - token, kTile);
+  for (int32_t n = 0; n < tokens; ++n) {
+    const Pair pair = group.pairs[token + n];
+    float *out = group.out + static_cast<int64_t>(pair.token) * group.format->hidden + row;
+    const __m512 value = _mm512_add_ps(_mm512_castsi512_ps(r[n]), b);
+    const __m512 old = _mm512_maskz_loadu_ps(mask, out);
+    _mm512_mask_storeu_ps(out, mask, _mm512_fmadd_ps(_mm512_set1_ps(pair.weight), value, old));
+  }
+}
+
+void amx_down(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *memory) {
+  const gr_format &f = *group->format;
+  Scratch &scratch = *static_cast<Scratch *>(memory);
+  const int64_t pitch = static_cast<int64_t>(f.inter) * 2;
+  const Bf16 *bias = f.has_bias ? reinterpret_cast<const Bf16 *>(group->block + f.down_bias) : nullptr;
+  const int64_t act_pitch = tiles_of(f.inter, kInner) * kTileBytes;
+  const int32_t tiles = tiles_of(group->count, kTile);
+  const TileScope scope;
+  for (int32_t row = first; row < last; row += 2 * kTile) {
+    WeightTiles w;
+    w.inner = f.inter;
+    w.block[0] = group->block + f.down + row * pitch;
+    w.block[1] = w.block[0] + kTile * pitch;
+    w.rows[0] = smaller(kTile, last - row);
+    w.rows[1] = smaller(kTile, last - row - kTile);  // may be <= 0
+    const int32_t row_tiles = w.rows[1] > 0 ? 2 : 1;
+    const uint8_t *ahead = row + 2 * kTile < last ? w.block[0] + 2 * kTile * pitch : next;
+    for (int32_t t = 0; t < tiles; t += 2) {
+      w.ahead[0] = t == 0 ? ahead : nullptr;
+      w.ahead[1] = t == 0 && ahead ? ahead + kTile * pitch : nullptr;
+      const int32_t token_tiles = smaller(tiles - t, 2);
+      const uint8_t *b = group->act + t * act_pitch;
+      if (row_tiles == 2 && token_tiles == 2)
+        tile_product<2, 2>(w, b, act_pitch, scratch);
+      else if (row_tiles == 2)
+        tile_product<2, 1>(w, b, act_pitch, scratch);
+      else if (token_tiles == 2)
+        tile_product<1, 2>(w, b, act_pitch, scratch);
+      else
+        tile_product<1, 1>(w, b, act_pitch, scratch);
+      for (int32_t n = 0; n < token_tiles; ++n)
+        for (int32_t i = 0; i < row_tiles; ++i)
+          add_to_output(*group, scratch.c[i][n], (t + n) * kTile, row + i * kTile, w.rows[i], bias);
+    }
+  }
+}
+
+}  // namespace
+
+const Kernel amx_kernel = {kInner, kTile, amx_act_bytes, amx_scratch_bytes, amx_up, amx_down};
+
+}  // namespace greenroom

@@ -1,0 +1,87 @@
+"""Loads the native CPU expert engine. The declarations mirror ``greenroom_cpu.h``."""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from greenroom.errors import EngineError
+
+ABI_VERSION = 1
+LIBRARY_NAME = "libgreenroom_cpu.so"
+
+
+class NativeFormat(ctypes.Structure):
+    """``gr_format``: one expert's shape, dtype, activation and the offsets of its parts in bytes."""
+
+    _fields_ = [
+        ("hidden", c_int32),
+        ("inter", c_int32),
+        ("dtype", c_int32),
+        ("gated", c_int32),
+        ("has_bias", c_int32),
+        ("activation", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("up", c_int64),
+        ("down", c_int64),
+        ("up_bias", c_int64),
+        ("down_bias", c_int64),
+    ]
+
+
+class NativeJob(ctypes.Structure):
+    """``gr_job``: a batch of tokens. The native side copies the structure, not what it points to."""
+
+    _fields_ = [
+        ("format", POINTER(NativeFormat)),
+        ("experts", c_void_p),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("tokens", c_int64),
+        ("hidden", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("out", c_void_p),
+    ]
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The native library. Its calls release the interpreter lock.
+
+    Raises:
+        EngineError: it is missing, cannot be loaded, or belongs to another version.
+    """
+    path = Path(__file__).with_name(LIBRARY_NAME)
+    if not path.exists():
+        raise EngineError(f"the CPU engine is missing: there is no {path}; reinstall greenroom from a wheel or build it")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise EngineError(f"the CPU engine cannot be loaded: {error}; reinstall greenroom") from error
+    library.gr_abi_version.argtypes = []
+    library.gr_abi_version.restype = c_int32
+    version = library.gr_abi_version()
+    if version != ABI_VERSION:
+        raise EngineError(f"{path} has interface version {version}, not {ABI_VERSION}; reinstall greenroom")
+    library.gr_isa_supported.argtypes = []
+    library.gr_isa_supported.restype = c_uint32
+    library.gr_engine_create.argtypes = [c_int32, POINTER(c_int32), c_int32, POINTER(c_void_p)]
+    library.gr_engine_create.restype = c_int32
+    library.gr_engine_destroy.argtypes = [c_void_p]
+    library.gr_engine_destroy.restype = None
+    library.gr_engine_isa.argtypes = [c_void_p]
+    library.gr_engine_isa.restype = c_int32
+    library.gr_submit.argtypes = [c_void_p, POINTER(NativeJob), POINTER(c_uint64)]
+    library.gr_submit.restype = c_int32
+    library.gr_wait.argtypes = [c_void_p, c_uint64]
+    library.gr_wait.restype = c_int32
+    library.gr_last_error.argtypes = []
+    library.gr_last_error.restype = c_char_p
+    return library
+
+
+def last_error(library: ctypes.CDLL) -> str:
+    """The sentence of the latest failure in this thread."""
+    return str(library.gr_last_error().decode())
