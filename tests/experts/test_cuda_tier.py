@@ -1,0 +1,170 @@
+"""The CUDA tier on a real GPU: every lane against float64, under delays, without hidden waits."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from greenroom import hardware
+from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cuda_tier import CudaTier
+from greenroom.experts.dispatch import CostModel
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.manager import OffloadManager
+from greenroom.experts.policies import make_policy
+from greenroom.experts.residency import ABSENT
+from greenroom.experts.store import HostStore
+from tests.experts.driver import ALL_ON_CPU, ALL_STREAMED, BOTH_LANES
+from tests.reference.expert_math import moe_float64
+
+pytestmark = pytest.mark.cuda
+
+EXPERTS, LAYERS = 12, 3
+LANES = {"cpu": ALL_ON_CPU, "streamed": ALL_STREAMED, "both": BOTH_LANES}
+
+
+def make_format(dtype: torch.dtype = torch.float32, **changes) -> ExpertFormat:
+    return ExpertFormat(64, 48, dtype, changes.pop("activation", Activation(ActivationKind.SILU)), **changes)
+
+
+class SlowEngine(CpuExperts):
+    """Starts some jobs late, so that whoever forgets to wait reads the result of the job before."""
+
+    def submit(self, *args, **kwargs):
+        time.sleep(random.choice([0, 0, 0.002]))
+        return super().submit(*args, **kwargs)
+
+
+@contextmanager
+def running(slots: int, costs: CostModel, fmt: ExpertFormat, group: int = 3) -> Iterator[OffloadManager]:
+    store = HostStore([fmt] * LAYERS, [EXPERTS] * LAYERS, hardware.lock_pages, hardware.unlock_pages)
+    for layer in range(LAYERS):
+        for part in vars(store.views(layer)).values():
+            if part is not None:
+                part.copy_(torch.randn(part.shape) * 0.3)
+    with SlowEngine(2, None, Isa.AUTO) as engine:
+        tier = CudaTier(store, [slots] * LAYERS, engine, group, torch.device("cuda", 0))
+        with OffloadManager(store, tier, [slots] * LAYERS, make_policy("lfru"), 2, 2, costs) as manager:
+            yield manager
+
+
+def routing(tokens: int, top_k: int) -> torch.Tensor:
+    weights = 1.0 / (1 + torch.arange(EXPERTS))
+    return torch.multinomial(weights.expand(tokens, -1), top_k)
+
+
+def run_layer(manager: OffloadManager, layer: int, tokens: int, top_k: int) -> None:
+    fmt = manager.store.formats[layer]
+    hidden = torch.randn(tokens, fmt.hidden).to(fmt.dtype)
+    ids, weights = routing(tokens, top_k), torch.rand(tokens, top_k)
+    out = manager.layers[layer].forward(hidden.cuda(), ids.cuda(), weights.cuda())
+    expected = moe_float64(hidden, ids, weights, manager.store.views(layer), fmt)
+    error = (out.double().cpu() - expected).norm() / expected.norm()
+    assert error < (1e-5 if fmt.dtype == torch.float32 else 1e-2), error
+
+
+def check_slots(manager: OffloadManager) -> None:
+    """Every mapped slot holds its expert's bytes."""
+    manager.check_invariants()
+    torch.cuda.synchronize()
+    for layer in range(LAYERS):
+        for expert, slot in enumerate(manager.cache.layer_map(layer)):
+            if slot != ABSENT:
+                held = manager.tier._slots[layer][slot].cpu()
+                assert torch.equal(held, manager.store.blocks(layer)[expert]), f"layer {layer}, slot {slot}"
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("slots", [0, 1, 4, EXPERTS])
+def test_steps_under_delays(slots, lanes):
+    torch.manual_seed(0)
+    with running(slots, LANES[lanes], make_format()) as manager:
+        tier = manager.tier
+        for number in range(30):
+            if number % 3 == 0:
+                for stream in (tier._copy_stream, tier._write_stream):
+                    with torch.cuda.stream(stream):
+                        torch.cuda._sleep(random.choice([0, 2_000_000]))
+            with manager.step():
+                for layer in range(LAYERS):
+                    run_layer(manager, layer, 1 if number % 4 else 20, 4)
+            check_slots(manager)
+        total = manager.counters.total()
+        assert (total.hits > 0) == (slots > 0)
+        assert slots == EXPERTS or total.misses > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("lanes", LANES)
+def test_formats(dtype, lanes):
+    torch.manual_seed(1)
+    variants = [
+        make_format(dtype, bias=True, activation=Activation(ActivationKind.SWIGLU_OAI, 1.702, 7.0)),
+        make_format(dtype, gated=False, activation=Activation(ActivationKind.RELU2)),
+        make_format(dtype, activation=Activation(ActivationKind.GELU_TANH)),
+    ]
+    for fmt in variants:
+        with running(3, LANES[lanes], fmt) as manager:
+            for tokens in (1, 17, 0, 64):
+                with manager.step():
+                    for layer in range(LAYERS):
+                        if tokens:
+                            run_layer(manager, layer, tokens, 4)
+                check_slots(manager)
+
+
+def test_the_map_on_the_device_follows_the_host():
+    with running(4, BOTH_LANES, make_format()) as manager:
+        for _ in range(10):
+            with manager.step():
+                torch.cuda.synchronize()
+                assert np.array_equal(manager.tier._map.cpu().numpy(), manager.cache.slot_of)
+                for layer in range(LAYERS):
+                    run_layer(manager, layer, 2, 3)
+        assert (manager.cache.slot_of != ABSENT).any()
+
+
+def test_the_compute_path_never_waits_for_the_device():
+    """Apart from ``read_ids``: torch raises at every operation that would synchronise."""
+    with running(4, BOTH_LANES, make_format()) as manager:
+        real = manager.tier.run
+
+        def strict(*args):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return real(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        manager.tier.run = strict
+        for _ in range(6):
+            with manager.step():
+                for layer in range(LAYERS):
+                    run_layer(manager, layer, 12, 4)
+        assert manager.counters.total().streamed > 0
+        assert manager.counters.total().cpu > 0
+
+
+def test_an_error_of_the_engine_reaches_the_caller_and_the_next_step_runs():
+    with running(2, ALL_ON_CPU, make_format()) as manager:
+        real, manager.tier._engine.submit = manager.tier._engine.submit, lambda *args: 1 / 0
+        with pytest.raises(ZeroDivisionError), manager.step():
+            run_layer(manager, 0, 2, 3)
+        manager.tier._engine.submit = real
+        with manager.step():
+            run_layer(manager, 0, 2, 3)
+        check_slots(manager)
+
+
+def test_page_locking():
+    fmt = make_format()
+    with HostStore([fmt], [4], hardware.lock_pages, hardware.unlock_pages) as store:
+        assert store.locked
+        assert store.blocks(0).is_pinned()
+    with pytest.raises(Exception, match="page-lock"):
+        hardware.lock_pages(0x1000, 4096)
+    torch.zeros(4, device="cuda").sum().item()  # the failure left no error behind
