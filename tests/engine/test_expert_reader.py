@@ -123,7 +123,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
-def test_conversion(source, target, tmp_path):
+def test_conversion(source, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_reader, "_BLOCK_ROWS", 2)
+    monkeypatch.setattr(expert_reader, "SCRATCH_BYTES", 1)
     tensors = per_expert_tensors(source)
     save_file(tensors, tmp_path / "model.safetensors")
     with loaded(tmp_path, make_spec(target)) as store:
@@ -149,9 +151,11 @@ def random_bits(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_every_bit_survives_transposing_and_interleaving(dtype, bias, tmp_path):
-    # Wide enough for the vectorised and blocked copies inside torch.
-    hidden, inter = 130, 70
+@pytest.mark.parametrize("scratch", [1, 100_000, 4 << 20])
+def test_every_bit_survives_transposing_and_interleaving(dtype, bias, scratch, tmp_path, monkeypatch):
+    # Several chunks (of 64 rows at least) and tiles, none of which divides the widths.
+    hidden, inter = 330, 530
+    monkeypatch.setattr(expert_reader, "SCRATCH_BYTES", scratch)
     tensors = {}
     for n in range(2):
         tensors[f"{STEM.format(n)}.gate_up_proj"] = random_bits(E, hidden, 2 * inter, dtype=dtype)
@@ -328,7 +332,7 @@ def test_threads_do_not_outlive_a_good_run(tmp_path):
         assert not reader_threads()
 
 
-def test_scratch_is_bounded_by_one_expert(tmp_path, monkeypatch):
+def test_scratch_is_small_and_only_for_conversions(tmp_path, monkeypatch):
     sizes: list[int] = []
     real = torch.empty
 
@@ -336,14 +340,22 @@ def test_scratch_is_bounded_by_one_expert(tmp_path, monkeypatch):
         sizes.append(real(*shape, **options).nbytes)
         return real(*shape, **options)
 
+    hidden, inter = 1000, 40
     tensors = {
-        f"{STEM.format(0)}.gate_up_proj": torch.randn(E, H, 2 * I),
-        f"{STEM.format(0)}.down_proj": torch.randn(E, I, H),
+        f"{STEM.format(0)}.gate_up_proj": torch.randn(2, hidden, 2 * inter),
+        f"{STEM.format(0)}.down_proj": torch.randn(2, inter, hidden),
     }
     save_file(tensors, tmp_path / "model.safetensors")
     monkeypatch.setattr(expert_reader.torch, "empty", empty)
-    with loaded(tmp_path, make_spec(layers=1, transposed=True, interleaved=True)):
-        assert max(sizes) == H * 2 * I * 4
+    monkeypatch.setattr(expert_reader, "SCRATCH_BYTES", 50_000)
+    fmt = ExpertFormat(hidden, inter, torch.bfloat16, SILU)
+    spec = ModelSpec((ExpertLayerSpec(STEM.format(0), 0, 2, fmt, True, True),), 0, torch.bfloat16)
+    with loaded(tmp_path, spec) as store:
+        assert torch.equal(
+            store.views(0).up[1, inter:], tensors[f"{STEM.format(0)}.gate_up_proj"][1, :, 1::2].t().bfloat16()
+        )
+        # 64 rows at least, even where they are wider than the limit.
+        assert max(sizes) == max(128 * 2 * inter * 4, 40 * hidden * 4)
         sizes.clear()
     save_file(per_expert_tensors(torch.bfloat16, 1), tmp_path / "model.safetensors")
     with loaded(tmp_path, make_spec(layers=1)):

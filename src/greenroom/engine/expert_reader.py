@@ -1,7 +1,8 @@
 """Streams routed experts from a checkpoint into the host store.
 
 What the file stores as the store wants it goes from the page cache into the store's memory in one copy.
-Everything else (another dtype, transposed, interleaved) passes through a buffer of one expert a thread.
+Everything else (another dtype, transposed, interleaved) passes, some rows at a time, through a small buffer
+that each thread has.
 """
 
 import threading
@@ -18,6 +19,13 @@ from greenroom.engine.spec import ExpertLayerSpec, ModelSpec
 from greenroom.errors import CheckpointError, UnsupportedModelError
 from greenroom.experts.formats import SUPPORTED_DTYPES, ExpertFormat
 from greenroom.experts.store import HostStore
+
+SCRATCH_BYTES = 4 << 20
+"""What a thread reads before it converts: still in the core's cache then, and no share of any model."""
+_BLOCK_ROWS = 64
+"""Rows of a chunk come in multiples of this, which fills whole cache lines of a transposed target."""
+_TILE = 1 << 15
+"""Elements of one copy. Above it torch brings in its own threads, which only get in these threads' way."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read)."""
@@ -113,24 +121,53 @@ def _check(entry: TensorEntry, piece: ExpertPiece, layer: ExpertLayerSpec) -> No
         raise UnsupportedModelError(f"tensor '{entry.name}' has dtype {entry.dtype}; use BF16, FP16 or FP32")
 
 
-def _read(
-    checkpoint: Checkpoint, read: ExpertRead, spec: ModelSpec, store: HostStore, scratch: "_Scratch"
-) -> None:
+def _read(checkpoint: Checkpoint, read: ExpertRead, spec: ModelSpec, store: HostStore, scratch: "_Scratch") -> None:
     piece, fmt = read.piece, spec.layers[read.piece.layer].format
     target = _destination(store, read, fmt)
     if read.entry.dtype == fmt.dtype and not piece.transposed and not piece.interleaved:
         checkpoint.read_into(read.entry, target, read.skip)
         return
     assert isinstance(read.entry.dtype, torch.dtype)
-    source = scratch.take(read.nbytes).view(read.entry.dtype).view(stored_shape(piece, fmt))
-    checkpoint.read_into(read.entry, source, read.skip)
-    if piece.transposed:
-        source = source.t()
-    if piece.interleaved:
-        _copy(target[: fmt.inter], source[0::2])
-        _copy(target[fmt.inter :], source[1::2])
-    else:
-        _copy(target, source)
+    shape = stored_shape(piece, fmt)
+    rows, columns = shape if len(shape) == 2 else (shape[0], 1)
+    pitch = read.nbytes // rows
+    step = max(1, SCRATCH_BYTES // (pitch * _BLOCK_ROWS)) * _BLOCK_ROWS
+    target = target.view(-1, 1) if len(shape) == 1 else target
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        source = scratch.take(count * pitch).view(read.entry.dtype).view(count, columns)
+        checkpoint.read_into(read.entry, source, read.skip + first * pitch)
+        convert_rows(target, source, first, piece)
+
+
+def convert_rows(target: torch.Tensor, source: torch.Tensor, first: int, piece: ExpertPiece) -> None:
+    """Writes rows ``first``... of the stored matrix to where they belong in the store.
+
+    Args:
+        target: the part's rows in the store, [out, in].
+        source: some rows as the checkpoint has them: [n, in], or [n, out] when transposed.
+        first: number of the first of them; even when gate and up rows alternate.
+    """
+    if target.dtype == source.dtype:
+        # As integers: no NaN's payload may change.
+        bits = {2: torch.int16, 4: torch.int32}[target.itemsize]
+        target, source = target.view(bits), source.view(bits)
+    streams = 2 if piece.interleaved else 1
+    for number, part in enumerate(target.chunk(streams)):
+        if piece.transposed:
+            _copy_tiled(part[:, first : first + len(source)], source[:, number::streams].t(), _BLOCK_ROWS)
+        else:
+            rows = source[number::streams]
+            _copy_tiled(part[first // streams :][: len(rows)], rows, rows.shape[1])
+
+
+def _copy_tiled(target: torch.Tensor, source: torch.Tensor, width: int) -> None:
+    """``target.copy_(source)`` of [m, n] in tiles of ``width`` columns, each small enough for the cache."""
+    height = max(1, _TILE // width)
+    for top in range(0, target.shape[0], height):
+        for left in range(0, target.shape[1], width):
+            tile = slice(top, top + height), slice(left, left + width)
+            target[tile].copy_(source[tile])
 
 
 def _destination(store: HostStore, read: ExpertRead, fmt: ExpertFormat) -> torch.Tensor:
@@ -154,16 +191,8 @@ def _destination(store: HostStore, read: ExpertRead, fmt: ExpertFormat) -> torch
     return up
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.dtype == source.dtype:
-        # As integers: no NaN's payload may change.
-        bits = {2: torch.int16, 4: torch.int32}[target.itemsize]
-        target, source = target.view(bits), source.view(bits)
-    target.copy_(source)
-
-
 class _Scratch:
-    """One thread's buffer; grows to the largest expert that it was asked for."""
+    """One thread's buffer; grows to the largest chunk that it was asked for."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
