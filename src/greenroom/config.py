@@ -5,8 +5,12 @@ from dataclasses import dataclass
 
 from greenroom.errors import ConfigError
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ki|mi|gi|k|m|g|)b?\s*", re.IGNORECASE)
+_UNITS = {"": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in ((letter, 1000), (f"{letter}i", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:

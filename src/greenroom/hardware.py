@@ -1,6 +1,9 @@
 """What this machine has: memory that is left, cores that may be used, page-locking."""
 
+import ctypes
+import functools
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -8,7 +11,8 @@ import torch
 from greenroom.errors import MemoryLimitError
 
 _CGROUP = Path("/sys/fs/cgroup")
-_CUDA_HOST_REGISTER_PORTABLE_MAPPED = 1 | 2
+_PORTABLE_AND_MAPPED = 1 | 2
+"""CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP"""
 
 
 def available_host_bytes(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
@@ -51,30 +55,40 @@ def engine_cores(threads: int | None, beside_gpu: bool) -> tuple[int, list[int] 
 def lock_pages(address: int, size: int) -> None:
     """Page-locks host memory for every CUDA device.
 
+    Through the driver's own interface: a failure there is returned and nothing more, where the runtime
+    would remember it and report it again from the next unrelated call.
+
     Raises:
-        MemoryLimitError: the driver refused; CUDA's error state is cleared.
+        MemoryLimitError: the driver refused.
     """
-    cudart = torch.cuda.cudart()
-    error = cudart.cudaHostRegister(address, size, _CUDA_HOST_REGISTER_PORTABLE_MAPPED)
-    if int(error) != 0:
+    torch.cuda.synchronize()  # makes the device's context current in this thread
+    error = _driver().cuMemHostRegister_v2(
+        ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE_AND_MAPPED)
+    )
+    if error != 0:
         raise MemoryLimitError(
-            f"cannot page-lock {size / 2**30:.2f} GiB of host memory for experts ({error}; the memlock limit is "
-            f"{memlock_limit()}); raise it with 'ulimit -l unlimited' or the container option "
-            "'--ulimit memlock=-1', or give pin_memory=False (--no-pin-memory), which copies about three times slower"
+            f"cannot page-lock {size / 2**30:.2f} GiB of host memory for experts (CUDA error {error}; the memlock "
+            f"limit is {memlock_limit()}); raise it with 'ulimit -l unlimited' or the container option "
+            "'--ulimit memlock=-1', or give pin_memory=False (--no-pin-memory), which copies about three times "
+            "slower"
         )
 
 
 def unlock_pages(address: int) -> None:
     """Undoes ``lock_pages``."""
-    error = torch.cuda.cudart().cudaHostUnregister(address)
-    if int(error) != 0:
-        raise MemoryLimitError(f"cannot unlock host memory at {address:#x} ({error})")
+    torch.cuda.synchronize()
+    error = _driver().cuMemHostUnregister(ctypes.c_void_p(address))
+    if error != 0:
+        raise MemoryLimitError(f"cannot unlock host memory at {address:#x} (CUDA error {error})")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def memlock_limit() -> str:
     """The soft RLIMIT_MEMLOCK in words."""
-    import resource
-
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
 

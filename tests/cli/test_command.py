@@ -1,14 +1,12 @@
 """The command as a process: exit codes, streams, and a start that does not wait for torch."""
 
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import greenroom
 
-COMMAND = [sys.executable, "-c", "from greenroom.cli.main import main; main()"]
+COMMAND = [sys.executable, "-m", "greenroom"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,20 +46,28 @@ def test_a_users_mistake_is_one_sentence_on_stderr():
     assert result.stderr == "greenroom: cache_expert_num must be a whole number of at least 0, not -1\n"
 
 
+INTERRUPTIBLE = """
+import signal, sys, time
+from greenroom.cli import generate, main
+
+def wait(*_, **__):
+    sys.stderr.write("ready\\n")
+    sys.stderr.flush()
+    time.sleep(60)
+
+# A background job of a shell starts with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+generate.open_model = wait
+main.main()
+"""
+
+
 def test_ctrl_c():
-    code = "import time, greenroom.cli.bench as b, greenroom.cli.session as s\n"
-    code += "import contextlib, sys\n"
-    code += "from greenroom.cli import generate\n"
-    code += "def wait(*_, **__):\n    sys.stderr.write('ready\\n'); sys.stderr.flush(); time.sleep(60)\n"
-    code += "generate.open_model = wait\n"
-    code += "from greenroom.cli.main import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "generate", "m", "--prompt", "x"], stderr=subprocess.PIPE, text=True
-    )
+    arguments = [sys.executable, "-c", INTERRUPTIBLE, "generate", "m", "--prompt", "x"]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert process.stderr.readline() == "ready\n"
-    time.sleep(0.1)
-    os.kill(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors

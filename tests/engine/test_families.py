@@ -46,9 +46,7 @@ def test_family_equals_stock(family, device):
             with offloaded(folder, cache_expert_num=size, policy=policy, device=device) as model:
                 spec = offload_of(model).spec
                 spec_sizes = sizes_of(spec.layers[0].num_experts, 3)
-                torch.testing.assert_close(
-                    logits(model, input_ids=long), expected["logits"], rtol=1e-4, atol=1e-4
-                )
+                torch.testing.assert_close(logits(model, input_ids=long), expected["logits"], rtol=1e-4, atol=1e-4)
                 assert (greedy(model, input_ids=prompt) == expected["one"]).all(), f"size {size}, {policy}"
                 assert (greedy(model, **padded) == expected["batch"]).all(), f"size {size}, {policy}"
                 offload_of(model).manager.check_invariants()

@@ -66,8 +66,9 @@ def expert_outputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the engine has to compute, and the size of what was summed: both float64 [T, hidden].
 
-    The second is the same sum with every factor of the second projection replaced by its absolute value. Rounding
-    errors are proportional to it, not to the result, in which terms may cancel.
+    The second bounds rounding errors: they grow with the absolute values that were summed, not with the result, in
+    which terms may cancel. Activations count as one more than they are, because the first projection of weights of
+    this scale rounds like a number near one.
     """
     format = experts.format
     out = torch.zeros(hidden.shape[0], format.hidden, dtype=torch.float64)
@@ -83,7 +84,7 @@ def expert_outputs(
             inner = activate(format, first)
             down = experts.views.down[expert].double()
             second = down @ inner
-            second_size = down.abs() @ inner.abs()
+            second_size = down.abs() @ (inner.abs() + 1)
             if experts.views.down_bias is not None:
                 second += experts.views.down_bias[expert].double()
                 second_size += experts.views.down_bias[expert].double().abs()

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from greenroom.cli import options, output
-from greenroom.cli.session import clean_stdout
+from greenroom.cli.session import one_json_object
 from greenroom.errors import ConfigError
 
 app = typer.Typer(help="Measure a part of greenroom on this machine.", no_args_is_help=True)
@@ -42,7 +42,7 @@ def experts(
         raise ConfigError(f"--topk {topk} is more than the layer's {num_experts} experts")
     from greenroom.bench.experts import run_expert_benchmark
 
-    with clean_stdout(as_json):
+    with one_json_object(as_json):
         result = run_expert_benchmark(
             hidden=hidden, inter=inter, experts=num_experts, topk=topk, tokens=tokens, threads=threads, isa=isa
         ).to_dict()

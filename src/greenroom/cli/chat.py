@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from greenroom.cli import options, output
-from greenroom.cli.session import open_model
+from greenroom.cli.session import open_model, silence
 from greenroom.config import OffloadConfig
 from greenroom.errors import GreenroomError, UnsupportedModelError
 
@@ -48,7 +48,7 @@ def chat(
 
     generation.check_request("-", max_tokens, temperature=temperature, top_p=top_p)
     interactive = sys.stdin.isatty()
-    with open_model(model, config, quiet=not interactive) as (loaded, tokenizer):
+    with silence(not interactive), open_model(model, config, quiet=not interactive) as (loaded, tokenizer):
         if not tokenizer.chat_template:
             raise UnsupportedModelError(f"'{model}' has no chat template; use 'greenroom generate' instead")
         if interactive:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from greenroom.cli import options, output
-from greenroom.cli.session import clean_stdout, open_model
+from greenroom.cli.session import one_json_object, open_model
 from greenroom.config import OffloadConfig
 
 
@@ -46,7 +46,7 @@ def generate(
     from greenroom.engine import generation
 
     generation.check_request(prompt, max_tokens, temperature=temperature, top_p=top_p)
-    with clean_stdout(as_json), open_model(model, config, quiet=as_json) as (loaded, tokenizer):
+    with one_json_object(as_json), open_model(model, config, quiet=as_json) as (loaded, tokenizer):
         result = generation.generate(
             loaded,
             tokenizer,

@@ -1,6 +1,5 @@
-"""A model for as long as a command runs."""
+"""A model for as long as a command runs, and silence where it is wanted."""
 
-import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -29,18 +28,31 @@ def open_model(name: str, config: OffloadConfig, *, quiet: bool) -> Iterator[tup
 
 
 @contextmanager
-def clean_stdout(active: bool) -> Iterator[None]:
-    """While ``active``, what libraries print goes to stderr, and their warnings go nowhere."""
+def silence(active: bool) -> Iterator[None]:
+    """While ``active``, libraries' warnings and progress bars go nowhere."""
     if not active:
         yield
         return
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils import logging
 
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
-        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        transformers_logging.set_verbosity(level)
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def one_json_object(active: bool) -> Iterator[None]:
+    """While ``active``, libraries are silent, and what they print all the same goes to stderr."""
+    if not active:
+        yield
+        return
+    with silence(True), redirect_stdout(sys.stderr):
+        yield

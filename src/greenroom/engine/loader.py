@@ -181,7 +181,9 @@ def find_model(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"'{model}' is no folder here and cannot be downloaded as a model id: {reason}") from error
+        raise CheckpointError(
+            f"'{model}' is no folder here and cannot be downloaded as a model id: {reason}"
+        ) from error
 
 
 def _make_config(config: OffloadConfig | None, knobs: dict[str, object]) -> OffloadConfig:

@@ -30,7 +30,9 @@ def read_config(folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedModelError(f"transformers {transformers.__version__} cannot read '{folder}': {error}") from error
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} cannot read '{folder}': {error}"
+        ) from error
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
         method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else quantisation.quant_method
@@ -81,9 +83,7 @@ def load_without_experts(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         raise CheckpointError(f"cannot load the weights in '{folder}': {error}") from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
-        raise CheckpointError(
-            f"'{folder}' lacks {len(names)} of the model's tensors, the first is '{names[0]}'"
-        )
+        raise CheckpointError(f"'{folder}' lacks {len(names)} of the model's tensors, the first is '{names[0]}'")
     return model
 
 

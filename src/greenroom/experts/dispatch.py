@@ -44,9 +44,7 @@ class Dispatch:
     cpu: np.ndarray
 
 
-def dispatch(
-    counts: np.ndarray, slot_of: np.ndarray, costs: CostModel, fmt: ExpertFormat, group_size: int
-) -> Dispatch:
+def dispatch(counts: np.ndarray, slot_of: np.ndarray, costs: CostModel, fmt: ExpertFormat, group_size: int) -> Dispatch:
     """Assigns every expert that has tokens to one lane.
 
     The absent experts with most pairs are streamed, as many as let the copies and the CPU finish

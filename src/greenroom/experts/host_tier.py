@@ -22,9 +22,7 @@ class HostTier(DeviceTier):
     default_costs = CostModel(copy_bytes_per_s=0, cpu_bytes_per_s=1, cpu_flops_per_s=1)
     """Copying from memory to memory first never pays: nothing is streamed."""
 
-    def __init__(
-        self, store: HostStore, num_slots: list[int], engine: CpuExperts, miss_expert_num: int
-    ) -> None:
+    def __init__(self, store: HostStore, num_slots: list[int], engine: CpuExperts, miss_expert_num: int) -> None:
         self._store = store
         self._engine = engine
         self._slots = [_aligned_blocks(n, fmt) for n, fmt in zip(num_slots, store.formats, strict=True)]

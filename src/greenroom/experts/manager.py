@@ -47,6 +47,9 @@ class OffloadManager:
             cache_topk: only a token's leading so many choices admit or refresh an expert.
             update_expert_num: replacements a layer a step at most.
             costs: of absent experts; the tier's own by default.
+
+        Raises:
+            ConfigError: the policy does not fit the model.
         """
         self.store = store
         self.tier = tier
@@ -63,6 +66,7 @@ class OffloadManager:
         self._valid_rows: np.ndarray | None = None
         self._needed: dict[int, np.ndarray] = {}
         self._admissible: dict[int, np.ndarray] = {}
+        self._policy.scores(self.usage)
         self._preload()
 
     def __enter__(self) -> "OffloadManager":

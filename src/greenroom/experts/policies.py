@@ -103,7 +103,7 @@ def make_policy(name: str, profile: str | Path | None = None) -> Policy:
 def _read_profile(path: Path) -> np.ndarray:
     try:
         profile = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"cannot read the profile '{path}': {error}") from error
     if profile.ndim != 2 or not np.issubdtype(profile.dtype, np.number) or not np.isfinite(profile).all():
         raise ConfigError(f"the profile '{path}' must hold one finite number a layer and expert")

@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t kSliceActBytes = int64_t{128} << 20;
 constexpr int64_t kSliceTokens = 4096;
 constexpr int32_t kDownBlockRows = 128;  // output columns of one pass over the experts: they stay in cache
+constexpr int32_t kMaxWidth = 1 << 30;  // row numbers plus a block must fit 32 bits
 constexpr int64_t kMaxUnits = int64_t{1} << 31;
 
 [[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
@@ -26,6 +27,7 @@ void check_job(const gr_job &job) {
   if (f.hidden < 1 || f.inter < 1)
     refuse("expert widths must be positive, not hidden=" + std::to_string(f.hidden) +
            " and inter=" + std::to_string(f.inter));
+  if (f.hidden > kMaxWidth || f.inter > kMaxWidth) refuse("expert widths above 2^30 are not supported");
   if (f.dtype < GR_BF16 || f.dtype > GR_F32) refuse("there is no weight dtype number " + std::to_string(f.dtype));
   if (f.activation < GR_SILU || f.activation > GR_SWIGLU_OAI)
     refuse("there is no activation number " + std::to_string(f.activation));
