@@ -1,0 +1,1 @@
+"""Benchmarks behind ``greenroom bench``: random data, a correctness check in the same run, frozen results."""

@@ -1,0 +1,215 @@
+"""Time and accuracy of the CPU expert engine, beside torch on the same weights."""
+
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat, ExpertViews
+
+_WARM_UP = 2
+_CHECKED_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class ExpertBenchmark:
+    """One layer's routed experts on the CPU.
+
+    isa, threads, cpu: what ran. hidden, inter, experts, topk, tokens, dtype: the layer and the batch.
+    experts_touched: distinct experts of a run; weight_bytes: their weights. Medians over runs.
+    us, torch_us: median time in microseconds of the engine and of torch; speedup: their ratio.
+    gb_s: weight_bytes / us, in 1e9 bytes per second; tflop_s: 2 * 3 * hidden * inter a (token, expert) pair.
+    max_error: largest absolute difference from a float64 reference on the same weights and inputs, over a few
+        tokens, relative to the reference's root mean square.
+    torch_error: the same of torch. repeats: timed runs, each with routing and hidden states of its own.
+    """
+
+    isa: str
+    threads: int
+    cpu: str
+    hidden: int
+    inter: int
+    experts: int
+    topk: int
+    tokens: int
+    dtype: str
+    repeats: int
+    experts_touched: int
+    weight_bytes: int
+    us: float
+    gb_s: float
+    tflop_s: float
+    max_error: float
+    torch_us: float
+    torch_error: float
+    speedup: float
+
+    def to_dict(self) -> dict[str, str | int | float]:
+        """For JSON."""
+        return asdict(self)
+
+
+def run_expert_benchmark(
+    hidden: int = 2048,
+    inter: int = 768,
+    experts: int = 128,
+    topk: int = 8,
+    tokens: int = 1,
+    threads: int | None = None,
+    isa: str = "auto",
+    repeats: int = 15,
+    dtype: torch.dtype = torch.bfloat16,
+) -> ExpertBenchmark:
+    """Runs the engine and torch in turn on one layer of gated SiLU experts.
+
+    Every run has fresh random hidden states and fresh uniform routing, ``topk`` distinct experts a token, so a
+    small batch finds its weights in memory rather than in a cache.
+
+    Args:
+        threads: workers of the engine and threads of torch; None leaves one core to the program.
+        isa: an instruction set's label, or "auto".
+        repeats: timed runs of each side, at least 5.
+
+    Raises:
+        ValueError: ``repeats`` < 5, ``topk`` > ``experts``, or a size that is not positive.
+        ConfigError: unknown ``isa``. EngineError: one that this machine does not run.
+    """
+    if repeats < 5:
+        raise ValueError(f"a median needs at least 5 runs, not {repeats}")
+    if not 1 <= topk <= experts or tokens < 1:
+        raise ValueError(f"nothing to measure with {tokens} tokens and {topk} of {experts} experts")
+    threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    format = ExpertFormat(hidden, inter, dtype, Activation(ActivationKind.SILU))
+    generator = torch.Generator().manual_seed(0)
+    blocks = _random_blocks(format, experts, generator)
+    views = format.views(blocks)
+    addresses = blocks.data_ptr() + np.arange(experts, dtype=np.uint64) * np.uint64(format.block_bytes)
+    out = torch.empty(tokens, hidden)
+    engine_us, torch_us, touched = [], [], []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with CpuExperts(threads, isa=Isa.parse(isa)) as engine:
+            for run in range(_WARM_UP + repeats):
+                x, ids, weights = _random_batch(format, experts, topk, tokens, generator)
+                native_ids = ids.to(torch.int32)
+                engine_time = _microseconds(lambda: engine.run(format, addresses, x, native_ids, weights, out))
+                x, ids, weights = _random_batch(format, experts, topk, tokens, generator)
+                torch_time = _microseconds(lambda: _torch_experts(views, x, ids, weights))
+                if run >= _WARM_UP:
+                    engine_us.append(engine_time)
+                    torch_us.append(torch_time)
+                    touched.append(int(native_ids.unique().numel()))
+            # The last batch again, on both sides, against float64.
+            engine.run(format, addresses, x, ids.to(torch.int32), weights, out)
+            reference = _reference(views, x[:_CHECKED_TOKENS], ids, weights)
+            max_error = _relative_error(out, reference)
+            torch_error = _relative_error(_torch_experts(views, x, ids, weights), reference)
+            label = engine.isa.label
+    finally:
+        torch.set_num_threads(before)
+    us = statistics.median(engine_us)
+    experts_touched = round(statistics.median(touched))
+    weight_bytes = experts_touched * 3 * hidden * inter * dtype.itemsize
+    return ExpertBenchmark(
+        isa=label,
+        threads=threads,
+        cpu=cpu_name(),
+        hidden=hidden,
+        inter=inter,
+        experts=experts,
+        topk=topk,
+        tokens=tokens,
+        dtype=str(dtype).removeprefix("torch."),
+        repeats=repeats,
+        experts_touched=experts_touched,
+        weight_bytes=weight_bytes,
+        us=us,
+        gb_s=weight_bytes / us / 1e3,
+        tflop_s=format.flops(tokens * topk) / us / 1e6,
+        max_error=max_error,
+        torch_us=statistics.median(torch_us),
+        torch_error=torch_error,
+        speedup=statistics.median(torch_us) / us,
+    )
+
+
+def cpu_name() -> str:
+    """The processor's model name as Linux gives it, or "unknown"."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return "unknown"
+
+
+def _random_blocks(format: ExpertFormat, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Random expert blocks, uint8 [count, block_bytes], on huge pages where the system has them."""
+    memory = mmap.mmap(-1, count * format.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    blocks = torch.frombuffer(memory, dtype=torch.uint8).view(count, format.block_bytes)
+    views = format.views(blocks)
+    for expert in range(count):
+        views.up[expert] = torch.randn(views.up.shape[1:], generator=generator) * format.hidden**-0.5
+        views.down[expert] = torch.randn(views.down.shape[1:], generator=generator) * format.inter**-0.5
+    return blocks
+
+
+def _random_batch(
+    format: ExpertFormat, experts: int, topk: int, tokens: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states [tokens, hidden], int64 ids and float32 weights [tokens, topk]."""
+    x = torch.randn(tokens, format.hidden, generator=generator).to(format.dtype)
+    ids = torch.rand(tokens, experts, generator=generator).topk(topk, dim=1).indices
+    return x, ids, torch.rand(tokens, topk, generator=generator).softmax(dim=1)
+
+
+def _microseconds(body: Callable[[], object]) -> float:
+    start = time.perf_counter_ns()
+    body()
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def _torch_experts(views: ExpertViews, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The same layer in torch, float32 [tokens, hidden]: one pass over each touched expert's weights."""
+    topk = ids.shape[1]
+    order = ids.flatten().argsort(stable=True)
+    token = order // topk
+    scale = weights.flatten()[order, None]
+    touched, counts = torch.unique_consecutive(ids.flatten()[order], return_counts=True)
+    rows = x[token]
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    begin = 0
+    for expert, count in zip(touched.tolist(), counts.tolist(), strict=True):
+        pairs = slice(begin, begin + count)
+        gate, up = F.linear(rows[pairs], views.up[expert]).chunk(2, dim=1)
+        y = F.linear(F.silu(gate) * up, views.down[expert])
+        out.index_add_(0, token[pairs], y.float() * scale[pairs])
+        begin += count
+    return out
+
+
+def _reference(views: ExpertViews, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The layer's output for the rows of ``x`` in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t, row in enumerate(x.double()):
+        for expert, weight in zip(ids[t].tolist(), weights[t].double(), strict=True):
+            gate, up = (views.up[expert].double() @ row).chunk(2)
+            out[t] += weight * (views.down[expert].double() @ (F.silu(gate) * up))
+    return out
+
+
+def _relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
+    difference = (got[: reference.shape[0]].double() - reference).abs().max()
+    return float(difference / reference.square().mean().sqrt())
