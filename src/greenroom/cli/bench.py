@@ -57,8 +57,8 @@ def experts(
             "time": f"{result['us']:,.0f} us",
             "bandwidth": f"{result['gb_s']:.1f} GB/s",
             "compute": f"{result['tflop_s']:.3f} TFLOP/s",
-            "maximum error": f"{result['max_error']:.2e}",
-            "torch": f"{result['torch_us']:,.0f} us",
+            "maximum error": f"{result['max_error']:.1e} of the result's root mean square",
+            "torch": f"{result['torch_us']:,.0f} us, maximum error {result['torch_error']:.1e}",
             "speedup": f"{result['speedup']:.2f}x",
         }
     )
