@@ -50,6 +50,13 @@ def test_a_model_without_chat_template(runner, fake):
     assert result.stderr.count("\n") == 1
 
 
+def test_a_reply_ends_where_the_context_does(runner, fake):
+    prompt = "<user>hello\n<assistant>"
+    result = runner.invoke(app, ["chat", "some/model"], input="hello\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == generate(fake.model, fake.tokenizer, prompt, 256 - len(prompt)).text + "\n"
+
+
 def test_a_conversation_longer_than_the_context(runner, fake):
     result = runner.invoke(app, CHAT, input="a" * 300 + "\n")
     assert result.exit_code == 2

@@ -62,12 +62,15 @@ def chat(
                 continue
             if not message:
                 continue
+            prompt = conversation.prompt(message)
+            limit = generation.context_length(loaded)
+            room = max_tokens if limit is None else max(1, limit - len(prompt))
             try:
                 reply = generation.generate(
                     loaded,
                     tokenizer,
-                    conversation.prompt(message),
-                    max_tokens,
+                    prompt,
+                    min(max_tokens, room),
                     temperature=temperature,
                     top_p=top_p,
                     seed=seed,
