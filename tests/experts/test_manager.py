@@ -77,7 +77,7 @@ def test_warm_up_leaves_no_trace():
     with driver.manager.warm_up(), driver.manager.step():
         driver._run_layer(0, [[0, 1], [2, 3]])
     assert driver.manager.counters.total().to_dict() == dict.fromkeys(driver.manager.counters.total().to_dict(), 0)
-    assert driver.manager.usage.total.sum() == 0
+    assert driver.manager.admission.usage.total.sum() == 0
     driver.check()
 
 
@@ -121,7 +121,7 @@ def test_empty_batches(tokens):
 def test_an_error_in_a_step_changes_nothing_and_the_next_step_runs():
     driver = Driver(6, 2)
     driver.step(2, 2)
-    before = driver.manager.usage.total.copy()
+    before = driver.manager.admission.usage.total.copy()
 
     def broken(*args: object) -> None:
         raise MemoryError
@@ -133,7 +133,7 @@ def test_an_error_in_a_step_changes_nothing_and_the_next_step_runs():
     driver.manager.check_invariants()
     with driver.manager.step():
         driver._run_layer(0, [[0, 1]])
-    assert (driver.manager.usage.total >= before).all()
+    assert (driver.manager.admission.usage.total >= before).all()
 
 
 def test_experts_outside_a_step_and_steps_inside_a_step_are_refused():

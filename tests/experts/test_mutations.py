@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from greenroom.experts import admission as admission_module
 from greenroom.experts import dispatch as dispatch_module
 from greenroom.experts import layer as layer_module
-from greenroom.experts import manager as manager_module
+from greenroom.experts.admission import Admission
 from greenroom.experts.cache import ExpertCache, SlotWrite
 from greenroom.experts.dispatch import Dispatch
 from greenroom.experts.host_tier import HostTier
@@ -21,9 +22,9 @@ Patch = pytest.MonkeyPatch
 
 
 def victims_in_use(patch: Patch) -> None:
-    real = manager_module.choose_swaps
+    real = admission_module.choose_swaps
     patch.setattr(
-        manager_module,
+        admission_module,
         "choose_swaps",
         lambda scores, slots, free, needed, wanted, limit: real(
             scores, slots, free, np.zeros_like(needed), wanted, limit
@@ -32,8 +33,8 @@ def victims_in_use(patch: Patch) -> None:
 
 
 def no_limit_on_replacements(patch: Patch) -> None:
-    real = manager_module.choose_swaps
-    patch.setattr(manager_module, "choose_swaps", lambda *args: real(*args[:-1], args[-1] + 1))
+    real = admission_module.choose_swaps
+    patch.setattr(admission_module, "choose_swaps", lambda *args: real(*args[:-1], args[-1] + 1))
 
 
 def victim_stays_in_the_map(patch: Patch) -> None:
@@ -113,13 +114,12 @@ def padding_is_counted(patch: Patch) -> None:
 
 
 def every_choice_admits(patch: Patch) -> None:
-    real = OffloadManager.__init__
+    real = Admission.__init__
 
-    def mutant(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        self._cache_topk = 99
+    def mutant(self, num_experts, policy, cache_topk, update_expert_num):
+        real(self, num_experts, policy, 99, update_expert_num)
 
-    patch.setattr(OffloadManager, "__init__", mutant)
+    patch.setattr(Admission, "__init__", mutant)
 
 
 def the_clock_stands_still(patch: Patch) -> None:

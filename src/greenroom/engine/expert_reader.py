@@ -148,10 +148,6 @@ def convert_rows(target: torch.Tensor, source: torch.Tensor, first: int, piece: 
         source: some rows as the checkpoint has them: [n, in], or [n, out] when transposed.
         first: number of the first of them; even when gate and up rows alternate.
     """
-    if target.dtype == source.dtype:
-        # As integers: no NaN's payload may change.
-        bits = {2: torch.int16, 4: torch.int32}[target.itemsize]
-        target, source = target.view(bits), source.view(bits)
     streams = 2 if piece.interleaved else 1
     for number, part in enumerate(target.chunk(streams)):
         if piece.transposed:

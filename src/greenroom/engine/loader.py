@@ -33,6 +33,7 @@ from greenroom.experts.tier import DeviceTier
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_greenroom"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,9 @@ def _plan(config: OffloadConfig, spec: ModelSpec, device: torch.device) -> Memor
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    # Without any of these files transformers makes up an empty tokenizer for some families.
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        raise CheckpointError(f"'{folder}' has no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:

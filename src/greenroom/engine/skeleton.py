@@ -1,5 +1,8 @@
 """Building a transformers model without its routed experts."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +79,37 @@ def load_without_experts(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         CheckpointError: a weight is missing or has another shape.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, quantization_config=_SkipExpertsConfig(), output_loading_info=True
-        )
+        with _without_load_report():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                quantization_config=_SkipExpertsConfig(),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except (RuntimeError, OSError, ValueError) as error:
         raise CheckpointError(f"cannot load the weights in '{folder}': {error}") from error
+    if info["mismatched_keys"]:
+        name, found, expected = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"tensor '{name}' in '{folder}' has shape {list(found)}, the model needs {list(expected)}"
+        )
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(f"'{folder}' lacks {len(names)} of the model's tensors, the first is '{names[0]}'")
     return model
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keeps transformers from logging what becomes an error of ours, or is meant to be so."""
+    report = logging.getLogger("transformers.modeling_utils")
+    level = report.level
+    report.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        report.setLevel(level)
 
 
 @register_quantization_config(_METHOD)

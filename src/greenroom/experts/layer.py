@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from greenroom.experts.admission import count_pairs
 from greenroom.experts.dispatch import dispatch
 from greenroom.experts.tier import LayerBatch
 
@@ -48,9 +48,3 @@ class OffloadedExperts:
         plan = dispatch(counts, slot_of, manager.costs, self._format, manager.tier.group_size)
         manager.record(self._layer, ids, plan)
         return manager.tier.run(batch, ids, plan, slot_of).to(hidden.dtype)
-
-
-def count_pairs(ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """int64 [experts]: how often each id in [0, experts) occurs."""
-    inside = ids[(ids >= 0) & (ids < num_experts)]
-    return np.bincount(inside, minlength=num_experts)

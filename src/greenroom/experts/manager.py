@@ -8,15 +8,15 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from greenroom.experts.admission import Admission
 from greenroom.experts.cache import ExpertCache
 from greenroom.experts.counters import Counters
 from greenroom.experts.dispatch import CostModel, Dispatch
-from greenroom.experts.layer import OffloadedExperts, count_pairs
+from greenroom.experts.layer import OffloadedExperts
 from greenroom.experts.policies import Policy
-from greenroom.experts.residency import ABSENT, Swap, choose_swaps
+from greenroom.experts.residency import ABSENT, Swap
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier
-from greenroom.experts.usage import ExpertUsage
 
 
 class OffloadManager:
@@ -56,17 +56,11 @@ class OffloadManager:
         self.costs = costs or tier.default_costs
         self.cache = ExpertCache(store.num_experts, num_slots)
         self.counters = Counters(len(store))
-        self.usage = ExpertUsage(len(store), max(store.num_experts))
+        self.admission = Admission(store.num_experts, policy, cache_topk, update_expert_num)
         self.layers = [OffloadedExperts(self, layer) for layer in range(len(store))]
-        self._policy = policy
-        self._cache_topk = cache_topk
-        self._update_expert_num = update_expert_num
         self._step_lock = threading.Lock()
         self._counting = True
         self._valid_rows: np.ndarray | None = None
-        self._needed: dict[int, np.ndarray] = {}
-        self._admissible: dict[int, np.ndarray] = {}
-        self._policy.scores(self.usage)
         self._preload()
 
     def __enter__(self) -> "OffloadManager":
@@ -122,20 +116,14 @@ class OffloadManager:
             streamed=streamed,
             cpu=len(plan.cpu),
         )
-        leading = ids[:, : self._cache_topk]
-        if self._valid_rows is not None and len(self._valid_rows) == len(ids):
-            leading = leading[self._valid_rows]
-        counts = count_pairs(leading, self.store.num_experts[layer])
-        self.usage.record(layer, np.minimum(counts / max(len(leading), 1), 1.0))
-        self._needed[layer] = plan.counts > 0
-        self._admissible[layer] = counts > 0
+        self.admission.record(layer, ids, plan.counts, self._valid_rows)
 
     def end_step(self) -> None:
         """Closes the step and starts the copies of what enters the cache."""
         self.tier.end_step()
         if self._counting:
-            self._update_residency()
-            self.usage.advance()
+            for layer, swap in self.admission.end_step(self.cache):
+                self._start(layer, swap)
         self._clear_step()
 
     def abandon_step(self) -> None:
@@ -145,8 +133,7 @@ class OffloadManager:
 
     def _clear_step(self) -> None:
         self._valid_rows = None
-        self._needed.clear()
-        self._admissible.clear()
+        self.admission.forget_step()
         self._step_lock.release()
 
     def check_invariants(self) -> None:
@@ -157,24 +144,6 @@ class OffloadManager:
         """Waits for what is under way and frees device and host memory. Idempotent."""
         self.tier.close()
         self.store.close()
-
-    def _update_residency(self) -> None:
-        scores = self._policy.scores(self.usage)
-        for layer, needed in self._needed.items():
-            if self.cache.num_slots[layer] == 0:
-                continue
-            candidates = self._admissible[layer].copy()
-            candidates[self.cache.being_written(layer)] = False
-            swaps = choose_swaps(
-                scores[layer, : len(needed)],
-                self.cache.layer_map(layer),
-                self.cache.free_slots(layer),
-                needed,
-                candidates,
-                self._update_expert_num,
-            )
-            for swap in swaps:
-                self._start(layer, swap)
 
     def _start(self, layer: int, swap: Swap) -> None:
         self.tier.start_write(self.cache.unmap_and_write(layer, swap))

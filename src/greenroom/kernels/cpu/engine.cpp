@@ -15,9 +15,6 @@ constexpr std::chrono::microseconds kWorkerSpin{200};  // longer than the gap be
 constexpr std::chrono::microseconds kCrowdedSpin{5};   // more threads than cores: someone else needs the core
 constexpr std::chrono::microseconds kWaiterSpin{50};
 
-// Large claims first, single units last: few claims, long runs of memory, and threads that end together.
-constexpr uint32_t kClaimShare = 4;
-
 uint64_t control_word(uint64_t serial, uint32_t units) { return serial << 32 | units; }
 uint32_t unclaimed(uint64_t word) { return static_cast<uint32_t>(word); }
 
@@ -144,10 +141,10 @@ std::string Engine::wait(uint64_t ticket) {
 void Engine::work(size_t worker) {
   for (;;) {
     const Claim taken = claim();
-    if (taken.count) {
-      run(taken, worker);
+    if (taken.any) {
+      run(taken.unit, worker);
       // Release: what this thread wrote is visible to the one that finishes the last unit, which acquires.
-      if (unfinished_.fetch_sub(taken.count, std::memory_order_acq_rel) == taken.count) advance();
+      if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) advance();
       continue;
     }
     if (stop_.load(std::memory_order_seq_cst)) return;
@@ -163,21 +160,20 @@ Engine::Claim Engine::claim() {
   uint64_t word = control_.load(std::memory_order_acquire);
   for (;;) {
     const uint32_t left = unclaimed(word);
-    if (!left) return Claim{0, 0, word};
-    const uint32_t count = std::max(1u, left / (kClaimShare * threads_));
-    if (control_.compare_exchange_weak(word, word - count, std::memory_order_acq_rel, std::memory_order_acquire))
-      return Claim{units_ - left, count, word};
+    if (!left) return Claim{false, 0, word};
+    if (control_.compare_exchange_weak(word, word - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+      return Claim{true, units_ - left, word};
   }
 }
 
-void Engine::run(const Claim &claim, size_t worker) {
+void Engine::run(uint32_t unit, size_t worker) {
   // After a failure the remaining units are only counted.
   if (failed_.load(std::memory_order_relaxed)) return;
   try {
     switch (phase_) {
       case Phase::prepare: prepare_slice(); break;
-      case Phase::up: plan_.run_up(claim.first, claim.count, scratch_[worker]->data()); break;
-      case Phase::down: plan_.run_down(claim.first, claim.count, scratch_[worker]->data()); break;
+      case Phase::up: plan_.run_up(unit, scratch_[worker]->data()); break;
+      case Phase::down: plan_.run_down(unit, scratch_[worker]->data()); break;
     }
   } catch (const std::bad_alloc &) {
     fail("the CPU engine could not get memory for this batch; use smaller batches");
@@ -197,7 +193,7 @@ void Engine::fail(const char *sentence) {
 void Engine::prepare_slice() {
   const gr_job &job = current_->job;
   slice_end_ = std::min(job.tokens, slice_begin_ + slice_tokens(job));
-  plan_.build(job, slice_begin_, slice_end_ - slice_begin_, isa_);
+  plan_.build(job, slice_begin_, slice_end_ - slice_begin_, isa_, threads_);
   for (const auto &buffer : scratch_) buffer->reserve(plan_.scratch_bytes());
 }
 

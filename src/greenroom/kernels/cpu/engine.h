@@ -45,7 +45,8 @@ class Engine {
   enum class Phase { prepare, up, down };
 
   struct Claim {
-    uint32_t first = 0, count = 0;
+    bool any = false;
+    uint32_t unit = 0;
     uint64_t word = 0;  // what the control word was when there was nothing to claim
   };
 
@@ -53,7 +54,7 @@ class Engine {
   void stop();
   void work(size_t worker);
   Claim claim();
-  void run(const Claim &claim, size_t worker);
+  void run(uint32_t unit, size_t worker);
   void fail(const char *sentence);
   void publish(Phase phase, uint32_t units);
   void advance();

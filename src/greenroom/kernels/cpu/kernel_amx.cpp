@@ -103,8 +103,20 @@ struct WeightTiles {
   const uint8_t *block[2];
   int32_t rows[2];
   int32_t inner;
-  const uint8_t *ahead[2];  // prefetched while these are computed; null: nothing
+  // The blocks that come next, fetched into the L2 cache while these are computed: an equal part of them with
+  // each pair of token tiles, so that memory is kept busy all the time. null: nothing.
+  const uint8_t *ahead[2];
+  int32_t ahead_lines;  // cache lines of each block in one step along the inner dimension
 };
+
+// What to prefetch with pair number `pair` of `pairs`.
+inline void set_ahead(WeightTiles &w, const uint8_t *ahead, int64_t second, int32_t pair, int32_t pairs) {
+  w.ahead_lines = tiles_of(kTile, pairs);
+  const bool any = ahead && pair * w.ahead_lines < kTile;
+  const int64_t done = static_cast<int64_t>(pair) * w.ahead_lines * (w.inner / kInner) * 64;
+  w.ahead[0] = any ? ahead + done : nullptr;
+  w.ahead[1] = any ? ahead + second + done : nullptr;
+}
 
 inline void copy_edge(const WeightTiles &w, int which, int32_t k, uint8_t *edge) {
   const int64_t pitch = static_cast<int64_t>(w.inner) * 2;
@@ -139,13 +151,12 @@ inline void tile_product(const WeightTiles &w, const uint8_t *b, int64_t b_pitch
   if constexpr (RowTiles > 1) _tile_zero(2);
   if constexpr (RowTiles > 1 && TokenTiles > 1) _tile_zero(3);
   for (int32_t k = 0; k < whole; ++k) {
-    // 16 lines a step and block walk through all 16 rows, in the order of their addresses.
     if (w.ahead[0])
-      for (int32_t line = 0; line < kTile; ++line)
-        __builtin_prefetch(w.ahead[0] + k * kTileBytes + 64 * line, 0, 2);
-    if (RowTiles > 1 && w.ahead[1])
-      for (int32_t line = 0; line < kTile; ++line)
-        __builtin_prefetch(w.ahead[1] + k * kTileBytes + 64 * line, 0, 2);
+      for (int32_t line = 0; line < w.ahead_lines; ++line) {
+        const int64_t at = 64 * (static_cast<int64_t>(k) * w.ahead_lines + line);
+        __builtin_prefetch(w.ahead[0] + at, 0, 2);
+        if constexpr (RowTiles > 1) __builtin_prefetch(w.ahead[1] + at, 0, 2);
+      }
     _tile_loadd(4, w.block[0] + 64 * static_cast<int64_t>(k), pitch);
     if constexpr (RowTiles > 1) _tile_loadd(5, w.block[1] + 64 * static_cast<int64_t>(k), pitch);
     _tile_loadd(6, b + k * kTileBytes, 64);
@@ -225,8 +236,7 @@ void amx_up(const Group *group, int32_t first, int32_t last, const uint8_t *next
       w.rows[1] = f.gated ? w.rows[0] : smaller(kTile, f.inter - row - kTile);
       const uint8_t *ahead = row + step < last ? w.block[0] + step * pitch : next;
       for (int32_t t = 0; t < tiles; t += 2) {
-        w.ahead[0] = t == 0 ? ahead : nullptr;
-        w.ahead[1] = t == 0 && ahead ? ahead + second : nullptr;
+        set_ahead(w, ahead, second, t / 2, tiles_of(tiles, 2));
         const int32_t token_tiles = smaller(tiles - t, 2);
         const uint8_t *b = packed + t * token_pitch;
         if (token_tiles == 2)
@@ -287,8 +297,7 @@ void amx_down(const Group *group, int32_t first, int32_t last, const uint8_t *ne
     const int32_t row_tiles = w.rows[1] > 0 ? 2 : 1;
     const uint8_t *ahead = row + 2 * kTile < last ? w.block[0] + 2 * kTile * pitch : next;
     for (int32_t t = 0; t < tiles; t += 2) {
-      w.ahead[0] = t == 0 ? ahead : nullptr;
-      w.ahead[1] = t == 0 && ahead ? ahead + kTile * pitch : nullptr;
+      set_ahead(w, ahead, kTile * pitch, t / 2, tiles_of(tiles, 2));
       const int32_t token_tiles = smaller(tiles - t, 2);
       const uint8_t *b = group->act + t * act_pitch;
       if (row_tiles == 2 && token_tiles == 2)

@@ -11,13 +11,17 @@ namespace {
 
 constexpr int64_t kSliceActBytes = int64_t{128} << 20;
 constexpr int64_t kSliceTokens = 4096;
-constexpr int32_t kDownBlockRows = 128;  // output columns of one pass over the experts: they stay in cache
+// Units shrink as the work runs out: long runs of memory first, and threads that end together.
+constexpr int64_t kUpShare = 4, kDownShare = 2;  // a unit is what is left / (share * threads), within bounds
+constexpr int32_t kMaxUnitRows = 128;            // for down units: the output of one pass over the experts stays in cache
 constexpr int32_t kMaxWidth = 1 << 30;  // row numbers plus a block must fit 32 bits
-constexpr int64_t kMaxUnits = int64_t{1} << 31;
 
 [[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
 
-int64_t units_of(int64_t rows, int64_t unit) { return (rows + unit - 1) / unit; }
+// Rows of the next unit: a share of what is left, in multiples of `step` up to kMaxUnitRows.
+int64_t unit_rows(int64_t left, int64_t shares, int64_t step) {
+  return std::clamp<int64_t>(left / shares / step * step, step, kMaxUnitRows);
+}
 
 }  // namespace
 
@@ -49,7 +53,8 @@ int64_t slice_tokens(const gr_job &job) {
   return std::clamp<int64_t>(kSliceActBytes / row, 64, kSliceTokens);
 }
 
-void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa) {
+void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa,
+                 uint32_t threads) {
   format_ = *job.format;
   tokens_ = count;
   out_ = job.out + first * format_.hidden;
@@ -65,12 +70,9 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa) {
     if (ids[i] >= 0 && ids[i] < experts) ++begins_[static_cast<size_t>(ids[i]) + 1];
   groups_.clear();
   kernels_.clear();
-  group_units_.assign(1, 0);
   const int64_t element = format_.dtype == GR_F32 ? 4 : 2;
   const uint8_t *hidden = static_cast<const uint8_t *>(job.hidden) + first * format_.hidden * element;
   size_t act_bytes = 0;
-  int64_t units = 0;
-  down_rows_ = 1;
   scratch_bytes_ = 64;
   act_offsets_.clear();
   for (int32_t e = 0; e < experts; ++e) {
@@ -84,10 +86,6 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa) {
     kernels_.push_back(&kernel);
     act_offsets_.push_back(act_bytes);
     act_bytes += (kernel.act_bytes(&format_, tokens) + 63) / 64 * 64;
-    units += units_of(format_.inter, kernel.up_unit);
-    if (units >= kMaxUnits) refuse("the job is too large; split the batch");
-    group_units_.push_back(static_cast<uint32_t>(units));
-    down_rows_ = std::max(down_rows_, kernel.down_unit);
     scratch_bytes_ = std::max(scratch_bytes_, kernel.scratch_bytes(&format_));
   }
   pairs_.resize(static_cast<size_t>(begins_[static_cast<size_t>(experts)]));
@@ -106,38 +104,45 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa) {
     groups_[g].act = act_.data() + act_offsets_[g];
     pair += groups_[g].count;
   }
-  if (groups_.empty()) down_rows_ = kDownBlockRows;
-  up_units_ = static_cast<uint32_t>(units);
-  down_units_ = count ? static_cast<uint32_t>(units_of(format_.hidden, down_rows_)) : 0;
+  divide(threads);
 }
 
-void Plan::run_up(uint32_t first, uint32_t count, void *scratch) const {
-  const uint32_t last = first + count;
-  size_t g = static_cast<size_t>(std::upper_bound(group_units_.begin(), group_units_.end(), first) -
-                                 group_units_.begin() - 1);
-  for (; first < last; ++g) {
-    const uint32_t begin = group_units_[g], end = std::min(last, group_units_[g + 1]);
-    const Kernel &kernel = *kernels_[g];
-    const int64_t from = int64_t{first - begin} * kernel.up_unit;
-    const int64_t to = std::min<int64_t>(int64_t{end - begin} * kernel.up_unit, format_.inter);
-    const uint8_t *next = end < last ? groups_[g + 1].block + format_.up : nullptr;
-    kernel.up(&groups_[g], static_cast<int32_t>(from), static_cast<int32_t>(to), next, scratch);
-    first = end;
+void Plan::divide(uint32_t threads) {
+  up_units_.clear();
+  down_units_.clear();
+  int64_t left = static_cast<int64_t>(groups_.size()) * format_.inter;
+  int32_t step = 8;
+  for (uint32_t g = 0; g < groups_.size(); ++g) {
+    for (int32_t row = 0; row < format_.inter;) {
+      const int64_t rows = std::min<int64_t>(unit_rows(left, kUpShare * threads, kernels_[g]->up_unit),
+                                             format_.inter - row);
+      up_units_.push_back(UpUnit{g, row, static_cast<int32_t>(row + rows)});
+      row += static_cast<int32_t>(rows);
+      left -= rows;
+    }
+    step = std::max(step, kernels_[g]->down_unit);
+  }
+  for (int32_t row = 0; tokens_ && row < format_.hidden;) {
+    left = format_.hidden - row;
+    const int64_t rows = std::min(unit_rows(left, kDownShare * threads, step), left);
+    down_units_.push_back(DownUnit{row, static_cast<int32_t>(row + rows)});
+    row += static_cast<int32_t>(rows);
   }
 }
 
-void Plan::run_down(uint32_t first, uint32_t count, void *scratch) const {
-  const int32_t last = static_cast<int32_t>(
-      std::min<int64_t>((int64_t{first} + count) * down_rows_, format_.hidden));
-  const int64_t row_bytes = int64_t{format_.inter} * (format_.dtype == GR_F32 ? 4 : 2);
-  for (int32_t row = static_cast<int32_t>(int64_t{first} * down_rows_); row < last; row += kDownBlockRows) {
-    const int32_t end = std::min(last, row + kDownBlockRows);
-    for (int64_t t = 0; t < tokens_; ++t)
-      memset(out_ + t * format_.hidden + row, 0, sizeof(float) * static_cast<size_t>(end - row));
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      const uint8_t *next = g + 1 < groups_.size() ? groups_[g + 1].block + format_.down + row * row_bytes : nullptr;
-      kernels_[g]->down(&groups_[g], row, end, next, scratch);
-    }
+void Plan::run_up(uint32_t unit, void *scratch) const {
+  const UpUnit &u = up_units_[unit];
+  kernels_[u.group]->up(&groups_[u.group], u.first, u.last, nullptr, scratch);
+}
+
+void Plan::run_down(uint32_t unit, void *scratch) const {
+  const DownUnit &u = down_units_[unit];
+  for (int64_t t = 0; t < tokens_; ++t)
+    memset(out_ + t * format_.hidden + u.first, 0, sizeof(float) * static_cast<size_t>(u.last - u.first));
+  const int64_t offset = format_.down + int64_t{u.first} * format_.inter * (format_.dtype == GR_F32 ? 4 : 2);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const uint8_t *next = g + 1 < groups_.size() ? groups_[g + 1].block + offset : nullptr;
+    kernels_[g]->down(&groups_[g], u.first, u.last, next, scratch);
   }
 }
 

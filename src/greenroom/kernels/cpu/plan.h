@@ -22,28 +22,38 @@ class Plan {
  public:
   // Groups the pairs of tokens [first, first + count) by expert. Throws std::invalid_argument for a chosen
   // expert without a block and std::bad_alloc. Memory of earlier plans is reused.
-  void build(const gr_job &job, int64_t first, int64_t count, gr_isa isa);
+  // threads: how many will share the work; decides the sizes of units, never a result.
+  void build(const gr_job &job, int64_t first, int64_t count, gr_isa isa, uint32_t threads);
 
-  uint32_t up_units() const { return up_units_; }
-  uint32_t down_units() const { return down_units_; }
+  uint32_t up_units() const { return static_cast<uint32_t>(up_units_.size()); }
+  uint32_t down_units() const { return static_cast<uint32_t>(down_units_.size()); }
   size_t scratch_bytes() const { return scratch_bytes_; }
 
-  void run_up(uint32_t first, uint32_t count, void *scratch) const;
-  void run_down(uint32_t first, uint32_t count, void *scratch) const;
+  void run_up(uint32_t unit, void *scratch) const;
+  void run_down(uint32_t unit, void *scratch) const;
 
  private:
+  struct UpUnit {
+    uint32_t group;
+    int32_t first, last;  // rows of `inter`
+  };
+  struct DownUnit {
+    int32_t first, last;  // columns of the output
+  };
+
+  void divide(uint32_t threads);
+
   gr_format format_{};
   float *out_ = nullptr;
   int64_t tokens_ = 0;
-  std::vector<int32_t> begins_;        // [experts + 1] first pair of each expert
-  std::vector<Pair> pairs_;            // by expert, then token, then position in the token's list
-  std::vector<Group> groups_;          // ascending experts, only those with pairs
+  std::vector<int32_t> begins_;          // [experts + 1] first pair of each expert
+  std::vector<Pair> pairs_;              // by expert, then token, then position in the token's list
+  std::vector<Group> groups_;            // ascending experts, only those with pairs
   std::vector<const Kernel *> kernels_;  // of each group
-  std::vector<uint32_t> group_units_;  // [groups + 1] first up unit of each group
-  std::vector<size_t> act_offsets_;    // of each group, in act_
+  std::vector<size_t> act_offsets_;      // of each group, in act_
+  std::vector<UpUnit> up_units_;
+  std::vector<DownUnit> down_units_;
   GrowingBuffer act_;
-  uint32_t up_units_ = 0, down_units_ = 0;
-  int32_t down_rows_ = 0;  // output columns in a down unit
   size_t scratch_bytes_ = 0;
 };
 
