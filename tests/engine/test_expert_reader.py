@@ -302,11 +302,11 @@ def test_a_failure_stops_every_thread(threads, tmp_path, monkeypatch):
     """At once, however long the caller's progress takes."""
     tensors = per_expert_tensors(torch.bfloat16, layers=40)
     save_file(tensors, tmp_path / "model.safetensors")
-    bad = f"{STEM.format(0)}.1.down_proj.weight"
+    bad = f"{STEM.format(0)}.4.down_proj.weight"
     seen = failing_on(monkeypatch, bad)
 
     def progress(done: int, total: int) -> None:
-        threading.Event().wait(0.1)
+        threading.Event().wait(0.05)
 
     with (
         pytest.raises(CheckpointError, match=rf"model\.safetensors: cannot read tensor '{bad}' \(broken\)"),

@@ -100,7 +100,9 @@ class Driver:
         tokens = len(routing)
         hidden = torch.randn(tokens, FMT.hidden, generator=self.generator)
         ids = torch.tensor(routing)
-        weights = torch.rand(ids.shape, generator=self.generator)
+        weights = torch.rand(ids.shape, generator=self.generator).sort(descending=True).values
+        shuffled = torch.argsort(torch.rand(ids.shape, generator=self.generator))
+        ids, weights = ids.gather(1, shuffled), weights.gather(1, shuffled)
         out = self.manager.layers[layer].forward(hidden, ids, weights)
         expected = moe_float64(hidden, ids, weights, self.store.views(layer), FMT)
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

@@ -14,12 +14,12 @@ class Admission:
     The manager and the simulator run the same object.
     """
 
-    def __init__(self, num_experts: list[int], policy: Policy, cache_topk: int, update_expert_num: int) -> None:
+    def __init__(self, num_experts: list[int], policy: Policy, cache_topk: int | None, update_expert_num: int) -> None:
         """
         Args:
             num_experts: of each layer.
             policy: ranks experts.
-            cache_topk: only a token's leading so many choices admit or refresh an expert.
+            cache_topk: only a token's so many heaviest choices admit or refresh an expert; None: all.
             update_expert_num: replacements a layer a step at most.
 
         Raises:
@@ -34,15 +34,23 @@ class Admission:
         self._admissible: dict[int, np.ndarray] = {}
         policy.scores(self.usage)
 
-    def record(self, layer: int, ids: np.ndarray, counts: np.ndarray, valid_rows: np.ndarray | None) -> None:
+    def record(
+        self,
+        layer: int,
+        ids: np.ndarray,
+        weights: np.ndarray,
+        counts: np.ndarray,
+        valid_rows: np.ndarray | None,
+    ) -> None:
         """Takes note of one layer's routing.
 
         Args:
-            ids: int32 [T, K], a token's choices in falling order of weight.
+            ids: int32 [T, K].
+            weights: float [T, K], of the choices.
             counts: int [experts], pairs of each expert, of padding too.
             valid_rows: bool [T], False for padding; None if there is none.
         """
-        leading = ids[:, : self._cache_topk]
+        leading = heaviest(ids, weights, self._cache_topk)
         if valid_rows is not None and len(valid_rows) == len(ids):
             leading = leading[valid_rows]
         chosen = count_pairs(leading, self._num_experts[layer])
@@ -73,6 +81,14 @@ class Admission:
         candidates[cache.being_written(layer)] = False
         slot_of, free_slots = cache.layer_map(layer), cache.free_slots(layer)
         return choose_swaps(scores, slot_of, free_slots, needed, candidates, self._update_expert_num)
+
+
+def heaviest(ids: np.ndarray, weights: np.ndarray, k: int | None) -> np.ndarray:
+    """[T, min(k, K)]: each token's choices of greatest weight; all of them if ``k`` is None."""
+    if k is None or k >= ids.shape[1]:
+        return ids
+    # Routers need not sort their choices.
+    return np.take_along_axis(ids, np.argsort(-weights, axis=1, kind="stable")[:, :k], axis=1)
 
 
 def count_pairs(ids: np.ndarray, num_experts: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Who orders what:
 
-- ``read_ids`` waits for this layer's ids, weights and hidden rows to reach page-locked memory. It is
+- ``read_routing`` waits for this layer's ids, weights and hidden rows to reach page-locked memory. It is
   the only wait of the host for the device in a layer. Everything enqueued earlier on the compute
   stream has then ended, so staging memory of the layer before may be written again.
 - A miss buffer is written on the copy stream after ``computed`` (the last kernel that read it), and
@@ -24,7 +24,7 @@ from greenroom.experts.device_ffn import add_experts
 from greenroom.experts.dispatch import CostModel, Dispatch, mask_ids
 from greenroom.experts.staging import Staging
 from greenroom.experts.store import HostStore
-from greenroom.experts.tier import DeviceTier, LayerBatch, allocate_blocks
+from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch, allocate_blocks
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CudaTier(DeviceTier):
         self._map.copy_(self._map_twin, non_blocking=True)
         self._map_published.record(torch.cuda.current_stream(self.device))
 
-    def read_ids(self, batch: LayerBatch) -> np.ndarray:
+    def read_routing(self, batch: LayerBatch) -> HostRouting:
         return self._staging.fetch(batch)
 
     def run(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch, slot_of: np.ndarray) -> torch.Tensor:

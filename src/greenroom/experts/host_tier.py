@@ -8,7 +8,7 @@ from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.dispatch import CostModel, Dispatch, mask_ids
 from greenroom.experts.formats import ALIGNMENT, ExpertFormat
 from greenroom.experts.store import HostStore
-from greenroom.experts.tier import DeviceTier, LayerBatch
+from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch
 
 
 class HostTier(DeviceTier):
@@ -42,9 +42,8 @@ class HostTier(DeviceTier):
     def begin_step(self, slot_of: np.ndarray) -> None:
         """The map is read where it lies; nothing has to be published."""
 
-    def read_ids(self, batch: LayerBatch) -> np.ndarray:
-        ids: np.ndarray = batch.ids.numpy()
-        return ids
+    def read_routing(self, batch: LayerBatch) -> HostRouting:
+        return HostRouting(batch.ids.numpy(), batch.weights.numpy())
 
     def run(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch, slot_of: np.ndarray) -> torch.Tensor:
         fmt = self._store.formats[batch.layer]

@@ -26,8 +26,7 @@ class OffloadedExperts:
 
         Args:
             hidden: [T, H] on the tier's device.
-            topk_ids: integers [T, K], a token's choices in falling order of weight; ids outside
-                [0, experts) belong to other ranks and are skipped.
+            topk_ids: integers [T, K]; ids outside [0, experts) belong to other ranks and are skipped.
             topk_weights: floats [T, K].
 
         Returns:
@@ -42,9 +41,9 @@ class OffloadedExperts:
             topk_weights.float().contiguous(),
         )
         manager = self._manager
-        ids = manager.tier.read_ids(batch)
+        routing = manager.tier.read_routing(batch)
         slot_of = manager.cache.layer_map(self._layer)
-        counts = count_pairs(ids, self._num_experts)
+        counts = count_pairs(routing.ids, self._num_experts)
         plan = dispatch(counts, slot_of, manager.costs, self._format, manager.tier.group_size)
-        manager.record(self._layer, ids, plan)
-        return manager.tier.run(batch, ids, plan, slot_of).to(hidden.dtype)
+        manager.record(self._layer, routing, plan)
+        return manager.tier.run(batch, routing.ids, plan, slot_of).to(hidden.dtype)

@@ -16,7 +16,7 @@ from greenroom.experts.layer import OffloadedExperts
 from greenroom.experts.policies import Policy
 from greenroom.experts.residency import ABSENT, Swap
 from greenroom.experts.store import HostStore
-from greenroom.experts.tier import DeviceTier
+from greenroom.experts.tier import DeviceTier, HostRouting
 
 
 class OffloadManager:
@@ -34,7 +34,7 @@ class OffloadManager:
         tier: DeviceTier,
         num_slots: list[int],
         policy: Policy,
-        cache_topk: int = 2,
+        cache_topk: int | None = None,
         update_expert_num: int = 2,
         costs: CostModel | None = None,
     ) -> None:
@@ -44,7 +44,7 @@ class OffloadManager:
             tier: made for this store and these slots.
             num_slots: cache slots of each layer.
             policy: decides what stays in them.
-            cache_topk: only a token's leading so many choices admit or refresh an expert.
+            cache_topk: only a token's so many heaviest choices admit or refresh an expert; None: all.
             update_expert_num: replacements a layer a step at most.
             costs: of absent experts; the tier's own by default.
 
@@ -102,8 +102,8 @@ class OffloadManager:
         self.tier.begin_step(self.cache.slot_of)
         self._valid_rows = valid_rows
 
-    def record(self, layer: int, ids: np.ndarray, plan: Dispatch) -> None:
-        """Takes note of one layer's routing (ids: int32 [T, K]) within a step."""
+    def record(self, layer: int, routing: HostRouting, plan: Dispatch) -> None:
+        """Takes note of one layer's routing within a step."""
         if not self._step_lock.locked():
             raise RuntimeError("experts ran outside a step; call begin_step first")
         if not self._counting:
@@ -116,7 +116,7 @@ class OffloadManager:
             streamed=streamed,
             cpu=len(plan.cpu),
         )
-        self.admission.record(layer, ids, plan.counts, self._valid_rows)
+        self.admission.record(layer, routing.ids, routing.weights, plan.counts, self._valid_rows)
 
     def end_step(self) -> None:
         """Closes the step and starts the copies of what enters the cache."""

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from greenroom.experts.tier import LayerBatch
+from greenroom.experts.tier import HostRouting, LayerBatch
 
 
 class Staging:
@@ -34,8 +34,8 @@ class Staging:
         """float32 [T, H], for the CPU engine's result."""
         return self._buffers["out"][: self._tokens]
 
-    def fetch(self, batch: LayerBatch) -> np.ndarray:
-        """Copies the batch to the host and waits for it. int32 [T, K]: its ids."""
+    def fetch(self, batch: LayerBatch) -> HostRouting:
+        """Copies the batch to the host and waits for it."""
         self._tokens = len(batch.hidden)
         sources = {"ids": batch.ids, "weights": batch.weights, "hidden": batch.hidden}
         for name, source in sources.items():
@@ -43,8 +43,7 @@ class Staging:
         self._fetched.record(torch.cuda.current_stream(batch.hidden.device))
         self._reserve("out", batch.hidden.shape, torch.float32)
         self._fetched.synchronize()
-        ids: np.ndarray = self._buffers["ids"][: self._tokens].numpy()
-        return ids
+        return HostRouting(self._buffers["ids"][: self._tokens].numpy(), self.weights.numpy())
 
     def upload_positions(self, positions: np.ndarray, device: torch.device) -> torch.Tensor:
         """int32 [experts] on the device, copied without a wait. Once between two calls of ``fetch``."""

@@ -29,10 +29,18 @@ class LayerBatch:
     weights: torch.Tensor
 
 
+@dataclass(frozen=True)
+class HostRouting:
+    """A layer's routing as the host reads it: ids int32 [T, K], weights float32 [T, K]."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+
+
 class DeviceTier(ABC):
     """Owns cache slots, miss buffers and whatever orders access to them.
 
-    A step calls, in this order: ``landed_writes``, ``begin_step``, then per layer ``read_ids`` and
+    A step calls, in this order: ``landed_writes``, ``begin_step``, then per layer ``read_routing`` and
     ``run``, then ``end_step`` and any number of ``start_write``.
     """
 
@@ -54,15 +62,15 @@ class DeviceTier(ABC):
         """Makes ``slot_of`` (int32 [layers, experts]) the map of the coming step."""
 
     @abstractmethod
-    def read_ids(self, batch: LayerBatch) -> np.ndarray:
-        """int32 [T, K] on the host: the one read of routing. Valid until the next call."""
+    def read_routing(self, batch: LayerBatch) -> HostRouting:
+        """The one read of the device in a layer. Valid until the next call."""
 
     @abstractmethod
     def run(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch, slot_of: np.ndarray) -> torch.Tensor:
         """Computes all lanes.
 
         Args:
-            ids: what ``read_ids`` returned.
+            ids: those that ``read_routing`` returned.
             slot_of: int32 [experts], the layer's map.
 
         Returns:
