@@ -35,9 +35,7 @@ def write_sharded(folder: Path) -> dict[str, torch.Tensor]:
     for shard, half in zip(SHARDS, halves, strict=True):
         save_file({name: everything[name] for name in half}, folder / shard)
     weight_map = {name: shard for shard, half in zip(SHARDS, halves, strict=True) for name in half}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return everything
 
 
@@ -115,9 +113,7 @@ def test_read_error_names_file_and_tensor(tmp_path, monkeypatch):
 
     with Checkpoint.open(tmp_path) as checkpoint:
         monkeypatch.setattr(checkpoint_module.os, "preadv", fail)
-        with pytest.raises(
-            CheckpointError, match=r"model\.safetensors: cannot read tensor 'x' \(Input/output"
-        ):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot read tensor 'x' \(Input/output"):
             checkpoint.read_into(checkpoint.tensors["x"], torch.empty(4))
 
 
@@ -202,9 +198,7 @@ def test_header_longer_than_the_file(tmp_path, length):
 def test_missing_shard_is_named(tmp_path):
     write_sharded(tmp_path)
     (tmp_path / SHARDS[1]).unlink()
-    with pytest.raises(
-        CheckpointError, match=rf"{SHARDS[1]} is missing; the index expects tensor '.+' in it"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[1]} is missing; the index expects tensor '.+' in it"):
         Checkpoint.open(tmp_path)
 
 
@@ -253,9 +247,7 @@ def test_other_formats_are_named(tmp_path, name, kind):
 
 
 def test_no_weights_at_all(tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json$"
-    ):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json$"):
         Checkpoint.open(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"x\.safetensors is there, but no index names it"):

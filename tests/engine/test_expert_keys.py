@@ -199,9 +199,7 @@ def test_patterns_cover_all_layouts_and_parameters():
 
 
 @pytest.mark.parametrize("drop", range(len(LAYERS) * EXPERTS * 3))
-@pytest.mark.parametrize(
-    ("stem", "ends"), [(HF, GATED), ("model.layers.{}.block_sparse_moe.experts", MIXTRAL)]
-)
+@pytest.mark.parametrize(("stem", "ends"), [(HF, GATED), ("model.layers.{}.block_sparse_moe.experts", MIXTRAL)])
 def test_any_missing_projection_is_named(stem, ends, drop):
     names = per_expert(stem, ends)
     gone = names.pop(drop)
@@ -217,23 +215,17 @@ def test_any_missing_projection_is_named(stem, ends, drop):
 def test_any_missing_fused_tensor_is_named(spec, stem, ends):
     names = fused(stem, ends)
     for gone in names:
-        with pytest.raises(
-            CheckpointError, match=rf"^tensor '{re.escape(gone)}' is missing .*a\.safetensors"
-        ):
+        with pytest.raises(CheckpointError, match=rf"^tensor '{re.escape(gone)}' is missing .*a\.safetensors"):
             place_experts(make_entries(set(names) - {gone}), spec)
 
 
 def test_a_whole_expert_or_layer_is_missing():
     names = per_expert(HF, GATED)
     rest = [name for name in names if ".4.mlp.experts.2." not in name]
-    with pytest.raises(
-        CheckpointError, match=r"'model\.layers\.4\.mlp\.experts\.2\.gate_proj\.weight' is missing"
-    ):
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.4\.mlp\.experts\.2\.gate_proj\.weight' is missing"):
         place_experts(make_entries(rest), make_spec())
     rest = [name for name in names if ".layers.4." not in name]
-    with pytest.raises(
-        CheckpointError, match=r"no routed experts for layer 4 \('model\.layers\.4\.mlp\.experts'\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"no routed experts for layer 4 \('model\.layers\.4\.mlp\.experts'\)"):
         place_experts(make_entries(rest), make_spec())
     with pytest.raises(CheckpointError, match="no routed experts for layer 1"):
         place_experts({}, make_spec())
@@ -249,9 +241,7 @@ def test_the_same_weights_twice():
 def test_more_than_the_model_has():
     names = per_expert(HF, GATED)
     for extra in ("3.gate_proj.weight", "0.gate_proj.bias", "down_proj_bias"):
-        with pytest.raises(
-            CheckpointError, match=rf"a\.safetensors: tensor '.*{extra}' has no place .* 3 experts"
-        ):
+        with pytest.raises(CheckpointError, match=rf"a\.safetensors: tensor '.*{extra}' has no place .* 3 experts"):
             place_experts(make_entries([*names, f"model.layers.1.mlp.experts.{extra}"]), make_spec())
     with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj' has no place"):
         place_experts(make_entries(fused(HF, ("gate_up_proj", "down_proj"))), make_spec(gated=False))
@@ -260,9 +250,7 @@ def test_more_than_the_model_has():
 def test_unknown_tensors_are_refused():
     for strange in ("0.gate_proj.lora_A", "0.up_proj.gain", "gate_proj", "router_scale"):
         with pytest.raises(UnsupportedModelError, match=rf"does not know what tensor '.*{strange}' means"):
-            place_experts(
-                make_entries([*per_expert(HF, GATED), f"model.layers.1.mlp.experts.{strange}"]), make_spec()
-            )
+            place_experts(make_entries([*per_expert(HF, GATED), f"model.layers.1.mlp.experts.{strange}"]), make_spec())
 
 
 QUANTISED = {
@@ -295,9 +283,7 @@ def test_quantised_experts_are_named(ends, kind):
     ("dtype", "shown"), [(torch.float8_e4m3fn, "float8_e4m3fn"), ("F4", "F4"), (torch.int8, "int8")]
 )
 def test_dtypes_that_are_not_supported(dtype, shown):
-    with pytest.raises(
-        UnsupportedModelError, match=rf"experts have dtype {shown} \(tensor 'model\.layers\.1"
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"experts have dtype {shown} \(tensor 'model\.layers\.1"):
         place_experts(make_entries(per_expert(HF, GATED), dtype), make_spec())
 
 
@@ -317,9 +303,7 @@ def test_two_sets_of_experts_in_one_layer():
 
 def test_a_model_with_two_stacks():
     spec = make_spec("thinker.model.layers.{}.mlp.experts")
-    both = dataclasses.replace(
-        spec, layers=spec.layers + make_spec("talker.model.layers.{}.mlp.experts").layers
-    )
+    both = dataclasses.replace(spec, layers=spec.layers + make_spec("talker.model.layers.{}.mlp.experts").layers)
     names = per_expert("talker.model.layers.{}.mlp.experts", GATED)
     names += per_expert("thinker.model.layers.{}.mlp.experts", GATED)
     placed = place_experts(make_entries(names), both)

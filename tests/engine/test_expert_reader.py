@@ -1,6 +1,8 @@
 """Reading experts into the store: the bits that stock transformers would load, or an error."""
 
 import dataclasses
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -365,6 +367,45 @@ def test_scratch_is_small_and_only_for_conversions(tmp_path, monkeypatch):
     save_file(per_expert_tensors(torch.bfloat16, 1), tmp_path / "model.safetensors")
     with loaded(tmp_path, make_spec(layers=1)):
         assert not any(sizes), "a tensor that fits as it is must not be copied on its way"
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from tests.engine.test_expert_reader import large_spec, loaded, status
+
+before = status("VmRSS")
+with loaded(Path(sys.argv[1]), large_spec(sys.argv[2])) as store:
+    print((status("VmHWM") - before) / store.nbytes)
+"""
+
+
+def status(key: str) -> int:
+    """Bytes of a line like 'VmHWM: 1234 kB'."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def large_spec(layout: str) -> ModelSpec:
+    fmt = ExpertFormat(2048, 1024, torch.bfloat16, SILU)
+    odd = layout == "transposed"
+    return ModelSpec((ExpertLayerSpec(STEM.format(0), 0, 40, fmt, odd, odd),), 0, torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", ["as stored", "transposed"])
+def test_peak_memory_is_the_model(layout, tmp_path):
+    """Half a gigabyte of experts: nothing but the store and a little scratch comes into memory."""
+    up, down = ((2048, 2048), (1024, 2048)) if layout == "transposed" else ((2048, 2048), (2048, 1024))
+    tensors = {
+        f"{STEM.format(0)}.gate_up_proj": torch.zeros(40, *up, dtype=torch.bfloat16),
+        f"{STEM.format(0)}.down_proj": torch.zeros(40, *down, dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    command = [sys.executable, "-c", PEAK, str(tmp_path), layout]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert 0.9 < float(done.stdout) <= 1.05
 
 
 @pytest.fixture(scope="module")

@@ -104,9 +104,7 @@ def _mixtral() -> PretrainedConfig:
 
 
 def _olmoe() -> PretrainedConfig:
-    return OlmoeConfig(
-        **_COMMON, num_hidden_layers=2, intermediate_size=INTER, num_experts=16, num_experts_per_tok=4
-    )
+    return OlmoeConfig(**_COMMON, num_hidden_layers=2, intermediate_size=INTER, num_experts=16, num_experts_per_tok=4)
 
 
 def _deepseek_v2() -> PretrainedConfig:
@@ -290,7 +288,7 @@ def _randomise(name: str, tensor: torch.Tensor, generator: torch.Generator) -> N
         return
     elif "embed" in name:
         tensor.copy_(noise(0.5))
-    elif ".experts." in name or leaf == "weight" and name.startswith("lm_head"):
+    elif ".experts." in name or name.startswith("lm_head"):
         tensor.copy_(noise(0.3))
     elif tensor.ndim >= 2:
         tensor.copy_(noise(0.18))

@@ -69,16 +69,12 @@ class Checkpoint:
         """
         buffer = _bytes_of(destination)
         if skip < 0 or skip + len(buffer) > entry.nbytes:
-            raise ValueError(
-                f"bytes {skip}..{skip + len(buffer)} are not inside '{entry.name}' ({entry.nbytes} bytes)"
-            )
+            raise ValueError(f"bytes {skip}..{skip + len(buffer)} are not inside '{entry.name}' ({entry.nbytes} bytes)")
         try:
             with self._files.borrow(entry.file) as descriptor:
                 filled = _read_fully(descriptor, buffer, entry.offset + skip)
         except OSError as error:
-            raise CheckpointError(
-                f"{entry.file}: cannot read tensor '{entry.name}' ({error.strerror})"
-            ) from error
+            raise CheckpointError(f"{entry.file}: cannot read tensor '{entry.name}' ({error.strerror})") from error
         if filled < len(buffer):
             raise CheckpointError(
                 f"{entry.file} is truncated: it ends inside tensor '{entry.name}', "
@@ -92,9 +88,7 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 
@@ -109,18 +103,14 @@ def _read_shards(folder: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{index}: the index has no weight_map")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(
-                f"{index}: tensor '{name}' is said to be in {shard!r}, which names no shard"
-            )
+            raise CheckpointError(f"{index}: tensor '{name}' is said to be in {shard!r}, which names no shard")
         if not (folder / shard).is_file():
             raise CheckpointError(f"{folder / shard} is missing; the index expects tensor '{name}' in it")
     tensors: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         for name, entry in read_header(folder / shard).items():
             if name in tensors:
-                raise CheckpointError(
-                    f"tensor '{name}' is in two files, {tensors[name].file} and {entry.file}"
-                )
+                raise CheckpointError(f"tensor '{name}' is in two files, {tensors[name].file} and {entry.file}")
             tensors[name] = entry
     for name, shard in weight_map.items():
         if name not in tensors or tensors[name].file.name != shard:

@@ -88,9 +88,7 @@ _GRANITE = {"input_linear.weight": Part.GATE_UP, "output_linear.weight": Part.DO
 """Ends of ``block_sparse_moe.<end>``. granitemoeshared's ``shared_mlp.input_linear`` is not among them."""
 _WEIGHTS = (Part.GATE, Part.UP, Part.GATE_UP, Part.DOWN)
 
-_EXPERTS = (
-    r"(?:[\w.]*\.)?(?:experts\.(?!e_score_correction_bias)|block_sparse_moe\.(?=(?:in|out)put_linear\.))"
-)
+_EXPERTS = r"(?:[\w.]*\.)?(?:experts\.(?!e_score_correction_bias)|block_sparse_moe\.(?=(?:in|out)put_linear\.))"
 """The path of a layer's experts, as a whole segment of it: ``shared_experts`` are not routed."""
 _NAME = re.compile(rf"(?P<prefix>(?:.*?\.)?)layers\.(?P<layer>\d+)\.(?P<path>{_EXPERTS})(?P<end>.+)")
 _MTP = re.compile(r"(?:^|\.)mtp\.")
@@ -145,10 +143,7 @@ def place_experts(
     for items in by_layer:
         _refuse_quantised(items, entries)
     return ExpertPlacements(
-        tuple(
-            tuple(_place_layer(index, spec.layers[index], items, entries))
-            for index, items in enumerate(by_layer)
-        )
+        tuple(tuple(_place_layer(index, spec.layers[index], items, entries)) for index, items in enumerate(by_layer))
     )
 
 
@@ -207,9 +202,7 @@ def _refuse_quantised(items: list[_Found], entries: Mapping[str, TensorEntry]) -
     for pattern, kind in _QUANTISED:
         for item in items:
             if re.search(pattern, item.end):
-                raise UnsupportedModelError(
-                    f"the experts are quantised as {kind} (tensor '{item.name}'){supported}"
-                )
+                raise UnsupportedModelError(f"the experts are quantised as {kind} (tensor '{item.name}'){supported}")
     for item in items:
         dtype = entries[item.name].dtype
         if dtype not in SUPPORTED_DTYPES:
@@ -280,9 +273,7 @@ def _missing(
 ) -> CheckpointError:
     """Names the tensor as its siblings in the same layer are named, and where they are."""
     if not items:
-        return CheckpointError(
-            f"the checkpoint has no routed experts for layer {layer.layer} ('{layer.name}')"
-        )
+        return CheckpointError(f"the checkpoint has no routed experts for layer {layer.layer} ('{layer.name}')")
     sibling = items[0]
     stem = sibling.name.removesuffix(sibling.end)
     number, _, end = sibling.end.partition(".")
