@@ -41,7 +41,8 @@ inplace: $(VENV)/.installed
 	cp build/inplace/greenroom/kernels/cpu/*.so src/greenroom/kernels/cpu/
 
 demo: $(VENV)/.installed
-	$(BIN)/greenroom generate $(MODEL) --prompt "$(PROMPT)" --max-tokens 96 --cache-expert-num 8
+	$(BIN)/greenroom generate $(MODEL) --prompt "$(PROMPT)" --max-tokens 96 --cache-expert-num 8 \
+	  --temperature 0.7 --top-p 0.9 --seed 1
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

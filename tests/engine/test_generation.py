@@ -71,6 +71,14 @@ def test_settings_of_the_checkpoint_do_not_turn_greedy_into_sampling(model, toke
     assert generate(model, tokenizer, "abc", 8).token_ids == expected
 
 
+def test_settings_of_the_checkpoint_do_not_narrow_a_sample(model, tokenizer, monkeypatch):
+    expected = generate(model, tokenizer, "abc", 16, temperature=1.5, seed=7).token_ids
+    narrow = {"temperature": 0.1, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "typical_p": 0.1, "epsilon_cutoff": 0.1}
+    for name, value in narrow.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    assert generate(model, tokenizer, "abc", 16, temperature=1.5, seed=7).token_ids == expected
+
+
 def test_a_seed_repeats_a_sample_and_leaves_torch_alone(model, tokenizer):
     before = torch.get_rng_state()
     first, second = (generate(model, tokenizer, "abc", 16, temperature=1.5, seed=7) for _ in range(2))

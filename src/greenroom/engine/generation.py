@@ -151,13 +151,14 @@ def _generation_config(
     config.num_return_sequences = 1
     config.return_dict_in_generate = False
     config.do_sample = temperature > 0
-    # Only what was asked for narrows the choice, not what the checkpoint's author would have liked.
-    for name in ("top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
-        setattr(config, name, None)
-    config.temperature = temperature if config.do_sample else None
-    config.top_p = top_p if config.do_sample else None
-    if config.do_sample:
-        config.top_k = 0
+    # Only what was asked for narrows the choice, not what the checkpoint's author would have liked. Values
+    # that do nothing, since generate fills a None with the checkpoint's value again.
+    config.temperature = temperature if config.do_sample else 1.0
+    config.top_p = top_p
+    config.top_k = 0 if config.do_sample else 50  # unused; any other value draws a warning
+    config.min_p = 0.0 if config.do_sample else None
+    config.typical_p = 1.0
+    config.epsilon_cutoff = config.eta_cutoff = 0.0
     if config.pad_token_id is None:
         # A batch of one is never padded, but generate warns when it has no token to do it with.
         config.pad_token_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
