@@ -1,6 +1,5 @@
 """Building a transformers model without its routed experts."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from greenroom.engine.attach import replace_experts
@@ -84,16 +84,14 @@ def load_without_experts(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
                 folder,
                 dtype=dtype,
                 quantization_config=_SkipExpertsConfig(),
+                # Not every version of transformers checks; _SkipExperts does.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
     except (RuntimeError, OSError, ValueError) as error:
         raise CheckpointError(f"cannot load the weights in '{folder}': {error}") from error
-    if info["mismatched_keys"]:
-        name, found, expected = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(
-            f"tensor '{name}' in '{folder}' has shape {list(found)}, the model needs {list(expected)}"
-        )
+    for name, found, expected in info.get("mismatched_keys", ()):
+        raise CheckpointError(_wrong_shape(name, found, expected))
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(f"'{folder}' lacks {len(names)} of the model's tensors, the first is '{names[0]}'")
@@ -103,13 +101,16 @@ def load_without_experts(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 @contextmanager
 def _without_load_report() -> Iterator[None]:
     """Keeps transformers from logging what becomes an error of ours, or is meant to be so."""
-    report = logging.getLogger("transformers.modeling_utils")
-    level = report.level
-    report.setLevel(logging.ERROR)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        report.setLevel(level)
+        logging.set_verbosity(level)
+
+
+def _wrong_shape(name: str, found: torch.Size, expected: torch.Size) -> str:
+    return f"tensor '{name}' has shape {list(found)} in the checkpoint, the model needs {list(expected)}"
 
 
 @register_quantization_config(_METHOD)
@@ -132,11 +133,15 @@ class _SkipExperts(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **unused: Any) -> PreTrainedModel:
         spec = inspect_model(model)
+        self._shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
         replace_experts(model, spec.layers)
         model._keys_to_ignore_on_load_unexpected.update(expert_key_patterns(spec))
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **unused: Any) -> PreTrainedModel:
+        for name, tensor in model.named_parameters():
+            if tensor.shape != self._shapes[name]:
+                raise CheckpointError(_wrong_shape(name, tensor.shape, self._shapes[name]))
         self.remove_quantization_config(model)
         model.config._is_quantized = False
         return model

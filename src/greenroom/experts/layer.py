@@ -21,8 +21,9 @@ class OffloadedExperts:
         self._format = manager.store.formats[layer]
         self._num_experts = manager.store.num_experts[layer]
 
+    @torch.no_grad()
     def forward(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """``out[t] = sum_k topk_weights[t, k] * expert(topk_ids[t, k])(hidden[t])``.
+        """Without gradients: ``out[t] = sum_k topk_weights[t, k] * expert(topk_ids[t, k])(hidden[t])``.
 
         Args:
             hidden: [T, H] on the tier's device.

@@ -199,13 +199,14 @@ void dot_up(const Group *group, int32_t first, int32_t last, const uint8_t *next
 }
 
 template <class M, class W, class A>
-void dot_down(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch) {
+void dot_down(const Group *group, int32_t first, int32_t last, float *sums, int64_t sums_pitch,
+              const uint8_t *next, void *scratch) {
   const gr_format &f = *group->format;
   const W *matrix = reinterpret_cast<const W *>(group->block + f.down);
   const W *bias = f.has_bias ? reinterpret_cast<const W *>(group->block + f.down_bias) : nullptr;
   const A *act = reinterpret_cast<const A *>(group->act);
   const int64_t pitch = act_pitch<A>(f);
-  float *sums = static_cast<float *>(scratch);  // [kBlockTokens][kBlockRows]
+  float *products = static_cast<float *>(scratch);  // [kBlockTokens][kBlockRows]
   for (int32_t row = first; row < last; row += kBlockRows) {
     const int32_t rows = smaller(last - row, kBlockRows);
     const W *w = matrix + static_cast<int64_t>(row) * f.inter;
@@ -215,14 +216,14 @@ void dot_down(const Group *group, int32_t first, int32_t last, const uint8_t *ne
       const int32_t tokens = smaller(group->count - token, kBlockTokens);
       const A *x[kBlockTokens];
       for (int32_t n = 0; n < tokens; ++n) x[n] = act + (token + n) * pitch;
-      dot_rows<M>(w, rows, x, tokens, f.inter, sums, kBlockRows, after);
+      dot_rows<M>(w, rows, x, tokens, f.inter, products, kBlockRows, after);
       for (int32_t n = 0; n < tokens; ++n) {
         const Pair pair = group->pairs[token + n];
-        float *out = group->out + static_cast<int64_t>(pair.token) * f.hidden + row;
-        float *s = sums + n * kBlockRows;
+        float *sum = sums + pair.token * sums_pitch + (row - first);
+        float *product = products + n * kBlockRows;
         if (bias)
-          for (int32_t r = 0; r < rows; ++r) s[r] += to_float(bias[row + r]);
-        for (int32_t r = 0; r < rows; ++r) out[r] += pair.weight * s[r];
+          for (int32_t r = 0; r < rows; ++r) product[r] += to_float(bias[row + r]);
+        for (int32_t r = 0; r < rows; ++r) sum[r] += pair.weight * product[r];
       }
     }
   }

@@ -19,12 +19,11 @@ struct Pair {
   float weight;
 };
 
-// One expert with all its tokens. Read-only for kernels, except act and out.
+// One expert with all its tokens. Read-only for kernels, except what act points to.
 struct Group {
   const gr_format *format;
   const uint8_t *block;    // the expert's weights
   const uint8_t *hidden;   // [tokens, format->hidden] of format->dtype
-  float *out;              // [tokens, format->hidden]
   const Pair *pairs;       // [count], ascending tokens
   int32_t count;           // >= 1
   uint8_t *act;            // activation rows between the projections, in the kernel's own layout
@@ -39,8 +38,10 @@ struct Kernel {
   size_t (*scratch_bytes)(const gr_format *format);
   // act[:, first:last] = activation(first projection)
   void (*up)(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch);
-  // out[token, first:last] += weight * (second projection), one pair after another
-  void (*down)(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch);
+  // sums[token, 0:last-first] += weight * (second projection)[first:last], one pair after another; the
+  // distance between tokens is sums_pitch floats
+  void (*down)(const Group *group, int32_t first, int32_t last, float *sums, int64_t sums_pitch,
+               const uint8_t *next, void *scratch);
 };
 
 // One table per instruction set, indexed by gr_dtype.

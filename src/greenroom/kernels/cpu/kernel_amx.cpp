@@ -13,7 +13,7 @@
 namespace greenroom {
 
 #ifndef GR_AMX_MIN_TOKENS
-#define GR_AMX_MIN_TOKENS 5
+#define GR_AMX_MIN_TOKENS 2
 #endif
 const int32_t amx_min_tokens = GR_AMX_MIN_TOKENS;
 
@@ -258,9 +258,9 @@ void amx_up(const Group *group, int32_t first, int32_t last, const uint8_t *next
   }
 }
 
-// out[token, row:row + rows] += weight * (c[:, token] + bias), tokens in their order.
-inline void add_to_output(const Group &group, const float *c, int32_t token, int32_t row, int32_t rows,
-                          const Bf16 *bias) {
+// sums[token, 0:rows] += weight * (c[:, token] + bias[row:row + rows]), tokens in their order.
+inline void add_to_sums(const Group &group, const float *c, int32_t token, int32_t row, int32_t rows,
+                        const Bf16 *bias, float *sums, int64_t sums_pitch) {
   const __mmask16 mask = static_cast<__mmask16>((1u << rows) - 1);
   __m512i r[kTile];
   for (int i = 0; i < kTile; ++i) r[i] = _mm512_load_si512(c + kTile * i);
@@ -272,14 +272,15 @@ inline void add_to_output(const Group &group, const float *c, int32_t token, int
   const int32_t tokens = smaller(group.count - token, kTile);
   for (int32_t n = 0; n < tokens; ++n) {
     const Pair pair = group.pairs[token + n];
-    float *out = group.out + static_cast<int64_t>(pair.token) * group.format->hidden + row;
+    float *sum = sums + pair.token * sums_pitch;
     const __m512 value = _mm512_add_ps(_mm512_castsi512_ps(r[n]), b);
-    const __m512 old = _mm512_maskz_loadu_ps(mask, out);
-    _mm512_mask_storeu_ps(out, mask, _mm512_fmadd_ps(_mm512_set1_ps(pair.weight), value, old));
+    const __m512 old = _mm512_maskz_loadu_ps(mask, sum);
+    _mm512_mask_storeu_ps(sum, mask, _mm512_fmadd_ps(_mm512_set1_ps(pair.weight), value, old));
   }
 }
 
-void amx_down(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *memory) {
+void amx_down(const Group *group, int32_t first, int32_t last, float *sums, int64_t sums_pitch, const uint8_t *next,
+              void *memory) {
   const gr_format &f = *group->format;
   Scratch &scratch = *static_cast<Scratch *>(memory);
   const int64_t pitch = static_cast<int64_t>(f.inter) * 2;
@@ -310,7 +311,8 @@ void amx_down(const Group *group, int32_t first, int32_t last, const uint8_t *ne
         tile_product<1, 1>(w, b, act_pitch, scratch);
       for (int32_t n = 0; n < token_tiles; ++n)
         for (int32_t i = 0; i < row_tiles; ++i)
-          add_to_output(*group, scratch.c[i][n], (t + n) * kTile, row + i * kTile, w.rows[i], bias);
+          add_to_sums(*group, scratch.c[i][n], (t + n) * kTile, row + i * kTile, w.rows[i], bias,
+                      sums + (row - first) + i * kTile, sums_pitch);
     }
   }
 }

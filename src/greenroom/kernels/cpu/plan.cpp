@@ -12,15 +12,18 @@ namespace {
 constexpr int64_t kSliceActBytes = int64_t{128} << 20;
 constexpr int64_t kSliceTokens = 4096;
 // Units shrink as the work runs out: long runs of memory first, and threads that end together.
-constexpr int64_t kUpShare = 4, kDownShare = 2;  // a unit is what is left / (share * threads), within bounds
-constexpr int32_t kMaxUnitRows = 128;            // for down units: the output of one pass over the experts stays in cache
+constexpr int64_t kUpShare = 4, kDownShare = 1;  // a unit is what is left / (share * threads), within bounds
+constexpr int32_t kMaxUnitRows = 128;
+// A down unit sums in scratch, tokens close together, and copies to the output at the end: in the output itself the
+// tokens lie a power of two apart as a rule, and would push each other out of the cache.
+constexpr int64_t kSumBytes = int64_t{1} << 20;
 constexpr int32_t kMaxWidth = 1 << 30;  // row numbers plus a block must fit 32 bits
 
 [[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
 
-// Rows of the next unit: a share of what is left, in multiples of `step` up to kMaxUnitRows.
-int64_t unit_rows(int64_t left, int64_t shares, int64_t step) {
-  return std::clamp<int64_t>(left / shares / step * step, step, kMaxUnitRows);
+// Rows of the next unit: a share of what is left, in multiples of `step` up to `most`.
+int64_t unit_rows(int64_t left, int64_t shares, int64_t step, int64_t most) {
+  return std::clamp<int64_t>(left / shares / step * step, step, most);
 }
 
 }  // namespace
@@ -73,7 +76,7 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa,
   const int64_t element = format_.dtype == GR_F32 ? 4 : 2;
   const uint8_t *hidden = static_cast<const uint8_t *>(job.hidden) + first * format_.hidden * element;
   size_t act_bytes = 0;
-  scratch_bytes_ = 64;
+  kernel_bytes_ = 64;
   act_offsets_.clear();
   for (int32_t e = 0; e < experts; ++e) {
     const int32_t tokens = begins_[static_cast<size_t>(e) + 1];
@@ -81,12 +84,11 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa,
     if (!tokens) continue;
     if (!job.experts[e]) refuse("expert " + std::to_string(e) + " was chosen but has no block");
     const Kernel &kernel = choose_kernel(isa, format_.dtype, tokens);
-    groups_.push_back(Group{&format_, static_cast<const uint8_t *>(job.experts[e]), hidden, out_, nullptr, tokens,
-                            nullptr});
+    groups_.push_back(Group{&format_, static_cast<const uint8_t *>(job.experts[e]), hidden, nullptr, tokens, nullptr});
     kernels_.push_back(&kernel);
     act_offsets_.push_back(act_bytes);
     act_bytes += (kernel.act_bytes(&format_, tokens) + 63) / 64 * 64;
-    scratch_bytes_ = std::max(scratch_bytes_, kernel.scratch_bytes(&format_));
+    kernel_bytes_ = std::max(kernel_bytes_, (kernel.scratch_bytes(&format_) + 63) / 64 * 64);
   }
   pairs_.resize(static_cast<size_t>(begins_[static_cast<size_t>(experts)]));
   for (int64_t t = 0; t < count; ++t)
@@ -114,7 +116,7 @@ void Plan::divide(uint32_t threads) {
   int32_t step = 8;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     for (int32_t row = 0; row < format_.inter;) {
-      const int64_t rows = std::min<int64_t>(unit_rows(left, kUpShare * threads, kernels_[g]->up_unit),
+      const int64_t rows = std::min<int64_t>(unit_rows(left, kUpShare * threads, kernels_[g]->up_unit, kMaxUnitRows),
                                              format_.inter - row);
       up_units_.push_back(UpUnit{g, row, static_cast<int32_t>(row + rows)});
       row += static_cast<int32_t>(rows);
@@ -122,12 +124,16 @@ void Plan::divide(uint32_t threads) {
     }
     step = std::max(step, kernels_[g]->down_unit);
   }
+  const int64_t most = std::clamp<int64_t>(kSumBytes / 4 / std::max<int64_t>(tokens_, 1) / step * step, step, kMaxUnitRows);
+  down_rows_ = 0;
   for (int32_t row = 0; tokens_ && row < format_.hidden;) {
     left = format_.hidden - row;
-    const int64_t rows = std::min(unit_rows(left, kDownShare * threads, step), left);
+    const int64_t rows = std::min(unit_rows(left, kDownShare * threads, step, most), left);
+    down_rows_ = std::max(down_rows_, static_cast<int32_t>(rows));
     down_units_.push_back(DownUnit{row, static_cast<int32_t>(row + rows)});
     row += static_cast<int32_t>(rows);
   }
+  scratch_bytes_ = kernel_bytes_ + sizeof(float) * static_cast<size_t>(tokens_) * static_cast<size_t>(down_rows_);
 }
 
 void Plan::run_up(uint32_t unit, void *scratch) const {
@@ -137,13 +143,16 @@ void Plan::run_up(uint32_t unit, void *scratch) const {
 
 void Plan::run_down(uint32_t unit, void *scratch) const {
   const DownUnit &u = down_units_[unit];
-  for (int64_t t = 0; t < tokens_; ++t)
-    memset(out_ + t * format_.hidden + u.first, 0, sizeof(float) * static_cast<size_t>(u.last - u.first));
+  const int64_t rows = u.last - u.first;
+  float *sums = reinterpret_cast<float *>(static_cast<uint8_t *>(scratch) + kernel_bytes_);  // [tokens][rows]
+  memset(sums, 0, sizeof(float) * static_cast<size_t>(tokens_ * rows));
   const int64_t offset = format_.down + int64_t{u.first} * format_.inter * (format_.dtype == GR_F32 ? 4 : 2);
   for (size_t g = 0; g < groups_.size(); ++g) {
     const uint8_t *next = g + 1 < groups_.size() ? groups_[g + 1].block + offset : nullptr;
-    kernels_[g]->down(&groups_[g], u.first, u.last, next, scratch);
+    kernels_[g]->down(&groups_[g], u.first, u.last, sums, rows, next, scratch);
   }
+  for (int64_t t = 0; t < tokens_; ++t)
+    memcpy(out_ + t * format_.hidden + u.first, sums + t * rows, sizeof(float) * static_cast<size_t>(rows));
 }
 
 }  // namespace greenroom

@@ -54,6 +54,8 @@ class Plan {
   std::vector<UpUnit> up_units_;
   std::vector<DownUnit> down_units_;
   GrowingBuffer act_;
+  int32_t down_rows_ = 0;      // widest down unit, and the pitch of its sums in scratch
+  size_t kernel_bytes_ = 0;    // scratch of the kernels, which lies before the sums
   size_t scratch_bytes_ = 0;
 };
 
