@@ -58,7 +58,7 @@ def test_qwen3_expert_is_exactly_its_weights():
     ],
 )
 def test_wrong_blocks_are_refused(blocks):
-    with pytest.raises(ValueError, match="expected uint8|contiguous"):
+    with pytest.raises(ValueError, match=r"expected uint8|contiguous"):
         ExpertFormat(8, 8, torch.bfloat16, SILU).views(blocks)
 
 
@@ -109,5 +109,5 @@ def test_a_refused_lock_leaves_nothing_locked():
 
 def test_memory_that_cannot_be_had_is_one_sentence():
     fmt = ExpertFormat(1 << 15, 1 << 15, torch.float32, SILU)
-    with pytest.raises(MemoryLimitError, match="cannot reserve .* GiB of host memory"):
+    with pytest.raises(MemoryLimitError, match=r"cannot reserve .* GiB of host memory"):
         HostStore([fmt], [1 << 17])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -31,14 +32,14 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     return ModelSpec(layers, sum(t.numel() * t.element_size() for t in others.values()), layers[0].format.dtype)
 
 
-def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, module) of each module that transformers dispatches through its experts interface."""
     for name, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
             yield name, module
 
 
-def _describe(name: str, module: torch.nn.Module) -> ExpertLayerSpec:
+def _describe(name: str, module: Any) -> ExpertLayerSpec:
     layer = re.search(r"\blayers\.(\d+)\b", name)
     if layer is None:
         raise UnsupportedModelError(f"experts module '{name}' does not belong to a numbered decoder layer")
@@ -60,7 +61,7 @@ def _describe(name: str, module: torch.nn.Module) -> ExpertLayerSpec:
     )
 
 
-def _identify_activation(module: torch.nn.Module) -> Activation:
+def _identify_activation(module: Any) -> Activation:
     """The activation that reproduces the module's own, found by trying each on the same numbers.
 
     Families override the gate in their own ways; comparing what it computes is safer than trusting
@@ -85,7 +86,7 @@ def _identify_activation(module: torch.nn.Module) -> Activation:
     )
 
 
-def _candidates(module: torch.nn.Module) -> Iterator[Activation]:
+def _candidates(module: Any) -> Iterator[Activation]:
     limits = [float("inf")]
     limits += [float(value) for key in ("limit", "swiglu_limit") if (value := getattr(module, key, None)) is not None]
     alphas = {1.0, float(getattr(module, "alpha", None) or 1.0), float(getattr(module, "swiglu_alpha", None) or 1.0)}

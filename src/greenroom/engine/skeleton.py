@@ -114,7 +114,7 @@ def _wrong_shape(name: str, found: torch.Size, expected: torch.Size) -> str:
 
 
 @register_quantization_config(_METHOD)
-class _SkipExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class _SkipExpertsConfig(QuantizationConfigMixin):
     """Asks ``from_pretrained`` for ``_SkipExperts``. Nothing is quantised."""
 
     def __init__(self, **unused: Any) -> None:
@@ -122,7 +122,7 @@ class _SkipExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 @register_quantizer(_METHOD)
-class _SkipExperts(HfQuantizer):  # type: ignore[misc]
+class _SkipExperts(HfQuantizer):
     """The hook that transformers gives to change a model while it is still on the meta device."""
 
     requires_calibration = False
