@@ -115,7 +115,8 @@ def test_not_an_moe_model(tmp_path):
 
 def test_folders_that_hold_no_model(tmp_path):
     refuse(tmp_path, CheckpointError, "has no config.json")
-    refuse(tmp_path / "missing", CheckpointError, "is no folder here and cannot be downloaded")
+    refuse(tmp_path / "missing", CheckpointError, "there is no folder")
+    refuse(Path("nobody/nothing"), CheckpointError, "is no folder here and cannot be downloaded")
     (tmp_path / "file").write_text("")
     refuse(tmp_path / "file", CheckpointError, "is a file")
 

@@ -1,6 +1,7 @@
 """load: from a model id or a folder to a model whose experts wait in host memory."""
 
 import logging
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,8 @@ def find_model(model: str | Path) -> Path:
         return folder
     if folder.exists():
         raise CheckpointError(f"'{model}' is a file; give the folder that holds config.json and safetensors")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(model)) or str(model).startswith("."):
+        raise CheckpointError(f"there is no folder '{model}'")
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
         return Path(snapshot_download(str(model), allow_patterns=patterns))

@@ -12,19 +12,19 @@ namespace {
 constexpr int64_t kSliceActBytes = int64_t{128} << 20;
 constexpr int64_t kSliceTokens = 4096;
 // Units shrink as the work runs out: long runs of memory first, and threads that end together.
-constexpr int64_t kUpShare = 4, kDownShare = 1;  // a unit is what is left / (share * threads), within bounds
-constexpr int32_t kMaxUnitRows = 128;
+constexpr int64_t kUpShare = 4, kDownShare = 1;  // a unit is what is left / (share * threads)
 // A down unit sums in scratch, tokens close together, and copies to the output at the end: in the output itself the
 // tokens lie a power of two apart as a rule, and would push each other out of the cache.
-constexpr int64_t kSumBytes = int64_t{1} << 20;
+constexpr int64_t kSumBytes = int64_t{5} << 19;
+constexpr int64_t kMaxDownRows = 128;
 constexpr int32_t kMaxWidth = 1 << 30;  // row numbers plus a block must fit 32 bits
 
 [[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
 
-// Rows of the next unit: a share of what is left, in multiples of `step` up to `most`.
-int64_t unit_rows(int64_t left, int64_t shares, int64_t step, int64_t most) {
-  return std::clamp<int64_t>(left / shares / step * step, step, most);
-}
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// Rows of the next unit: a share of what is left, in multiples of `step`.
+int64_t unit_rows(int64_t left, int64_t shares, int64_t step) { return std::max(left / shares / step * step, step); }
 
 }  // namespace
 
@@ -116,7 +116,7 @@ void Plan::divide(uint32_t threads) {
   int32_t step = 8;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
     for (int32_t row = 0; row < format_.inter;) {
-      const int64_t rows = std::min<int64_t>(unit_rows(left, kUpShare * threads, kernels_[g]->up_unit, kMaxUnitRows),
+      const int64_t rows = std::min<int64_t>(unit_rows(left, kUpShare * threads, kernels_[g]->up_unit),
                                              format_.inter - row);
       up_units_.push_back(UpUnit{g, row, static_cast<int32_t>(row + rows)});
       row += static_cast<int32_t>(rows);
@@ -124,14 +124,24 @@ void Plan::divide(uint32_t threads) {
     }
     step = std::max(step, kernels_[g]->down_unit);
   }
-  const int64_t most = std::clamp<int64_t>(kSumBytes / 4 / std::max<int64_t>(tokens_, 1) / step * step, step, kMaxUnitRows);
   down_rows_ = 0;
-  for (int32_t row = 0; tokens_ && row < format_.hidden;) {
+  if (!tokens_) return;
+  // Every down unit reads all activation rows. With many tokens these outweigh the weights of a narrow unit, so units
+  // are kept twice as wide as an expert has tokens, if need be down to one unit a thread.
+  const int64_t per_thread = round_up((format_.hidden + threads - 1) / threads, step);
+  const int64_t most = std::max<int64_t>(kSumBytes / 4 / tokens_ / step * step, step);
+  const int64_t tokens_an_expert = groups_.empty() ? 0 : static_cast<int64_t>(pairs_.size() / groups_.size());
+  const int64_t least = std::min(round_up(std::max<int64_t>(2 * tokens_an_expert, step), step), per_thread);
+  const int64_t rounds = per_thread / least;
+  const bool even = rounds < 4;
+  const int64_t even_rows = round_up((per_thread + rounds - 1) / rounds, step);
+  for (int64_t row = 0; row < format_.hidden;) {
     left = format_.hidden - row;
-    const int64_t rows = std::min(unit_rows(left, kDownShare * threads, step, most), left);
+    int64_t rows = even ? even_rows : std::min(unit_rows(left, kDownShare * threads, least), kMaxDownRows);
+    rows = std::min({rows, most, left});
     down_rows_ = std::max(down_rows_, static_cast<int32_t>(rows));
-    down_units_.push_back(DownUnit{row, static_cast<int32_t>(row + rows)});
-    row += static_cast<int32_t>(rows);
+    down_units_.push_back(DownUnit{static_cast<int32_t>(row), static_cast<int32_t>(row + rows)});
+    row += rows;
   }
   scratch_bytes_ = kernel_bytes_ + sizeof(float) * static_cast<size_t>(tokens_) * static_cast<size_t>(down_rows_);
 }
