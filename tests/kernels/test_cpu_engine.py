@@ -23,12 +23,19 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SILU = Activation(ActivationKind.SILU)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """The model is made of tiny operations; torch's own threads would only be in the engine's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Batch:
     """Random experts, tokens and routing, with sentinels and repeated experts in it."""
 
-    def __init__(
-        self, format: ExpertFormat, experts: int, topk: int, tokens: int, seed: int, offset: int = 0
-    ) -> None:
+    def __init__(self, format: ExpertFormat, experts: int, topk: int, tokens: int, seed: int, offset: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.format = format
         self.experts = Experts(format, experts, generator, offset)
@@ -273,7 +280,9 @@ def test_errors_reach_the_caller(engines: Engines) -> None:
         engine.run(ungated, batch.experts.addresses, *args)
     with pytest.raises(EngineError, match="clamp"):
         engine.run(
-            ExpertFormat(16, 8, torch.float32, Activation(ActivationKind.SILU, limit=-1.0)), batch.experts.addresses, *args
+            ExpertFormat(16, 8, torch.float32, Activation(ActivationKind.SILU, limit=-1.0)),
+            batch.experts.addresses,
+            *args,
         )
     with pytest.raises(EngineError, match="expert 1 was chosen but has no block"):
         engine.run(batch.format, np.zeros(2, dtype=np.uint64), *args)

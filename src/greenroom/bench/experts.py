@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat, 
 
 _WARM_UP = 2
 _CHECKED_TOKENS = 4
+_SETTLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ def run_expert_benchmark(
             for run in range(_WARM_UP + repeats):
                 x, ids, weights = _random_batch(format, experts, topk, tokens, generator)
                 native_ids = ids.to(torch.int32)
-                engine_time = _microseconds(lambda: engine.run(format, addresses, x, native_ids, weights, out))
+                engine_time = _microseconds(partial(engine.run, format, addresses, x, native_ids, weights, out))
                 x, ids, weights = _random_batch(format, experts, topk, tokens, generator)
-                torch_time = _microseconds(lambda: _torch_experts(views, x, ids, weights))
+                torch_time = _microseconds(partial(_torch_experts, views, x, ids, weights))
                 if run >= _WARM_UP:
                     engine_us.append(engine_time)
                     torch_us.append(torch_time)
@@ -176,6 +178,8 @@ def _random_batch(
 
 
 def _microseconds(body: Callable[[], object]) -> float:
+    # Threads of whoever ran before, torch's among them, spin for a moment before they sleep.
+    time.sleep(_SETTLE_SECONDS)
     start = time.perf_counter_ns()
     body()
     return (time.perf_counter_ns() - start) / 1e3

@@ -24,7 +24,7 @@ _NATIVE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Isa(IntEnum):
-    """Instruction sets of the engine, in rising order of preference. The numbers are part of the native ABI."""
+    """Instruction sets, in rising order of preference. The numbers are part of the native ABI."""
 
     AUTO = -1
     PORTABLE = 0

@@ -22,7 +22,10 @@ namespace {
 constexpr int32_t kTile = 16;          // rows, and tokens
 constexpr int32_t kInner = 32;         // bf16 elements in a tile's row
 constexpr int64_t kTileBytes = 1024;
-constexpr int64_t kPackedBytes = 1 << 20;  // hidden rows of one pass; half of a common L2 cache
+constexpr int64_t kPackedBytes = 1 << 20;  // hidden rows of one pass
+// Weights that stay in the L2 cache while all tokens pass by, beside the next ones and two tiles of tokens. The cache
+// is taken for 1 MiB: two hardware threads often share one of 2.
+constexpr int64_t kHeldBytes = 256 << 10;
 
 struct alignas(64) Scratch {
   float c[2][2][kTile * kTile];  // [row tile][token tile][row][token]
@@ -35,6 +38,12 @@ inline int32_t tiles_of(int32_t count, int32_t size) { return (count + size - 1)
 inline int32_t pass_tiles(int32_t inner) {
   const int64_t tiles = kPackedBytes / (kTileBytes * tiles_of(inner, kInner)) / 2 * 2;
   return static_cast<int32_t>(tiles < 2 ? 2 : tiles);
+}
+
+// Rows in steps of `step` whose weights, `bytes` a step, are held together.
+inline int32_t held_rows(int32_t step, int64_t bytes) {
+  const int64_t steps = kHeldBytes / bytes;
+  return step * static_cast<int32_t>(steps < 1 ? 1 : steps);
 }
 
 // The intrinsics for tile loads do not tell the compiler that they read memory.
@@ -209,6 +218,25 @@ inline VecF activated_row(const gr_format &f, const float *gate, const float *up
   return activate_gated(f, g, u);
 }
 
+// The activations of one product and one token tile, into that tile's row of inner tiles.
+inline void store_activations(const gr_format &f, const Scratch &scratch, int32_t n, const Bf16 *bias, int32_t row,
+                              uint8_t *tiles) {
+  uint8_t *to = tiles + row / kInner * kTileBytes + row % kInner * 32;
+  if (f.gated) {  // the row tiles are gate and up of the same rows
+    const float *gate = scratch.c[0][n], *up = scratch.c[1][n];
+    for (int32_t r = 0; r < kTile; r += 2, gate += 2 * kTile, up += 2 * kTile)
+      store_pair_row(to + r * 32, activated_row(f, gate, up, bias, row + r),
+                     activated_row(f, gate + kTile, up + kTile, bias, row + r + 1));
+    return;
+  }
+  for (int32_t i = 0; i < 2; ++i) {  // consecutive rows
+    const float *up = scratch.c[i][n];
+    for (int32_t r = i * kTile; r < (i + 1) * kTile; r += 2, up += 2 * kTile)
+      store_pair_row(to + r * 32, activated_row(f, up, up, bias, row + r),
+                     activated_row(f, up + kTile, up + kTile, bias, row + r + 1));
+  }
+}
+
 void amx_up(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *memory) {
   const gr_format &f = *group->format;
   Scratch &scratch = *static_cast<Scratch *>(memory);
@@ -227,34 +255,26 @@ void amx_up(const Group *group, int32_t first, int32_t last, const uint8_t *next
     for (int32_t t = 0; t < tiles; ++t) pack_tokens(*group, (pass + t) * kTile, packed + t * token_pitch);
     // Rows are covered up to a whole inner tile of the next projection, whose padding must be zeros.
     const int32_t end = last < f.inter ? last : tiles_of(f.inter, kInner) * kInner;
-    for (int32_t row = first; row < end; row += step) {
-      WeightTiles w;
-      w.inner = f.hidden;
-      w.block[0] = matrix + row * pitch;
-      w.block[1] = w.block[0] + second;
-      w.rows[0] = smaller(kTile, f.inter - row);
-      w.rows[1] = f.gated ? w.rows[0] : smaller(kTile, f.inter - row - kTile);
-      const uint8_t *ahead = row + step < last ? w.block[0] + step * pitch : next;
-      for (int32_t t = 0; t < tiles; t += 2) {
-        set_ahead(w, ahead, second, t / 2, tiles_of(tiles, 2));
-        const int32_t token_tiles = smaller(tiles - t, 2);
-        const uint8_t *b = packed + t * token_pitch;
-        if (token_tiles == 2)
-          tile_product<2, 2>(w, b, token_pitch, scratch);
-        else
-          tile_product<2, 1>(w, b, token_pitch, scratch);
-        for (int32_t n = 0; n < token_tiles; ++n) {
-          uint8_t *act = group->act + (pass + t + n) * act_pitch + row / kInner * kTileBytes + row % kInner * 32;
-          for (int32_t r = 0; r < step; r += 2) {
-            // Gated: row tiles are gate and up of the same rows. Otherwise: consecutive rows.
-            const float *gate = scratch.c[0][n] + r * kTile;
-            const float *up = (f.gated ? scratch.c[1][n] : scratch.c[r / kTile][n] - r / kTile * kTile * kTile) + r * kTile;
-            store_pair_row(act + r * 32, activated_row(f, gate, up, bias, row + r),
-                           activated_row(f, gate + kTile, up + kTile, bias, row + r + 1));
-          }
+    const int32_t held = held_rows(step, 2 * kTile * pitch);
+    for (int32_t begin = first; begin < end; begin += held)
+      for (int32_t t = 0; t < tiles; t += 2)
+        for (int32_t row = begin; row < end && row < begin + held; row += step) {
+          WeightTiles w;
+          w.inner = f.hidden;
+          w.block[0] = matrix + row * pitch;
+          w.block[1] = w.block[0] + second;
+          w.rows[0] = smaller(kTile, f.inter - row);
+          w.rows[1] = f.gated ? w.rows[0] : smaller(kTile, f.inter - row - kTile);
+          set_ahead(w, row + held < last ? w.block[0] + held * pitch : next, second, t / 2, tiles_of(tiles, 2));
+          const int32_t token_tiles = smaller(tiles - t, 2);
+          const uint8_t *b = packed + t * token_pitch;
+          if (token_tiles == 2)
+            tile_product<2, 2>(w, b, token_pitch, scratch);
+          else
+            tile_product<2, 1>(w, b, token_pitch, scratch);
+          for (int32_t n = 0; n < token_tiles; ++n)
+            store_activations(f, scratch, n, bias, row, group->act + (pass + t + n) * act_pitch);
         }
-      }
-    }
   }
 }
 
@@ -288,33 +308,34 @@ void amx_down(const Group *group, int32_t first, int32_t last, float *sums, int6
   const int64_t act_pitch = tiles_of(f.inter, kInner) * kTileBytes;
   const int32_t tiles = tiles_of(group->count, kTile);
   const TileScope scope;
-  for (int32_t row = first; row < last; row += 2 * kTile) {
-    WeightTiles w;
-    w.inner = f.inter;
-    w.block[0] = group->block + f.down + row * pitch;
-    w.block[1] = w.block[0] + kTile * pitch;
-    w.rows[0] = smaller(kTile, last - row);
-    w.rows[1] = smaller(kTile, last - row - kTile);  // may be <= 0
-    const int32_t row_tiles = w.rows[1] > 0 ? 2 : 1;
-    const uint8_t *ahead = row + 2 * kTile < last ? w.block[0] + 2 * kTile * pitch : next;
-    for (int32_t t = 0; t < tiles; t += 2) {
-      set_ahead(w, ahead, kTile * pitch, t / 2, tiles_of(tiles, 2));
-      const int32_t token_tiles = smaller(tiles - t, 2);
-      const uint8_t *b = group->act + t * act_pitch;
-      if (row_tiles == 2 && token_tiles == 2)
-        tile_product<2, 2>(w, b, act_pitch, scratch);
-      else if (row_tiles == 2)
-        tile_product<2, 1>(w, b, act_pitch, scratch);
-      else if (token_tiles == 2)
-        tile_product<1, 2>(w, b, act_pitch, scratch);
-      else
-        tile_product<1, 1>(w, b, act_pitch, scratch);
-      for (int32_t n = 0; n < token_tiles; ++n)
-        for (int32_t i = 0; i < row_tiles; ++i)
-          add_to_sums(*group, scratch.c[i][n], (t + n) * kTile, row + i * kTile, w.rows[i], bias,
-                      sums + (row - first) + i * kTile, sums_pitch);
-    }
-  }
+  const int32_t held = held_rows(2 * kTile, 2 * kTile * pitch);
+  for (int32_t begin = first; begin < last; begin += held)
+    for (int32_t t = 0; t < tiles; t += 2)
+      for (int32_t row = begin; row < last && row < begin + held; row += 2 * kTile) {
+        WeightTiles w;
+        w.inner = f.inter;
+        w.block[0] = group->block + f.down + row * pitch;
+        w.block[1] = w.block[0] + kTile * pitch;
+        w.rows[0] = smaller(kTile, last - row);
+        w.rows[1] = smaller(kTile, last - row - kTile);  // may be <= 0
+        const uint8_t *ahead = row + held < last ? w.block[0] + held * pitch : next ? next + (row - begin) * pitch : next;
+        set_ahead(w, ahead, kTile * pitch, t / 2, tiles_of(tiles, 2));
+        const int32_t row_tiles = w.rows[1] > 0 ? 2 : 1;
+        const int32_t token_tiles = smaller(tiles - t, 2);
+        const uint8_t *b = group->act + t * act_pitch;
+        if (row_tiles == 2 && token_tiles == 2)
+          tile_product<2, 2>(w, b, act_pitch, scratch);
+        else if (row_tiles == 2)
+          tile_product<2, 1>(w, b, act_pitch, scratch);
+        else if (token_tiles == 2)
+          tile_product<1, 2>(w, b, act_pitch, scratch);
+        else
+          tile_product<1, 1>(w, b, act_pitch, scratch);
+        for (int32_t n = 0; n < token_tiles; ++n)
+          for (int32_t i = 0; i < row_tiles; ++i)
+            add_to_sums(*group, scratch.c[i][n], (t + n) * kTile, row + i * kTile, w.rows[i], bias,
+                        sums + (row - first) + i * kTile, sums_pitch);
+      }
 }
 
 }  // namespace

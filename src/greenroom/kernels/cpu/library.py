@@ -55,7 +55,9 @@ def load_library() -> ctypes.CDLL:
     """
     path = Path(__file__).with_name(LIBRARY_NAME)
     if not path.exists():
-        raise EngineError(f"the CPU engine is missing: there is no {path}; reinstall greenroom from a wheel or build it")
+        raise EngineError(
+            f"the CPU engine is missing: there is no {path}; reinstall greenroom from a wheel or build it"
+        )
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kSliceActBytes = int64_t{128} << 20;
 constexpr int64_t kSliceTokens = 4096;
 // Units shrink as the work runs out: long runs of memory first, and threads that end together.
-constexpr int64_t kUpShare = 4, kDownShare = 1;  // a unit is what is left / (share * threads)
+constexpr int64_t kUpShare = 4;  // an up unit is what is left / (4 * threads); a down unit, what is left / threads
 // A down unit sums in scratch, tokens close together, and copies to the output at the end: in the output itself the
 // tokens lie a power of two apart as a rule, and would push each other out of the cache.
 constexpr int64_t kSumBytes = int64_t{5} << 19;
@@ -126,19 +126,15 @@ void Plan::divide(uint32_t threads) {
   }
   down_rows_ = 0;
   if (!tokens_) return;
-  // Every down unit reads all activation rows. With many tokens these outweigh the weights of a narrow unit, so units
-  // are kept twice as wide as an expert has tokens, if need be down to one unit a thread.
-  const int64_t per_thread = round_up((format_.hidden + threads - 1) / threads, step);
-  const int64_t most = std::max<int64_t>(kSumBytes / 4 / tokens_ / step * step, step);
+  // Every down unit reads all activation rows. With many tokens these outweigh the weights of a narrow unit, so the
+  // narrowest is half as wide as an expert has tokens, as long as there are two units a thread.
   const int64_t tokens_an_expert = groups_.empty() ? 0 : static_cast<int64_t>(pairs_.size() / groups_.size());
-  const int64_t least = std::min(round_up(std::max<int64_t>(2 * tokens_an_expert, step), step), per_thread);
-  const int64_t rounds = per_thread / least;
-  const bool even = rounds < 4;
-  const int64_t even_rows = round_up((per_thread + rounds - 1) / rounds, step);
+  const int64_t two_a_thread = round_up(std::max<int64_t>(format_.hidden / (2 * threads), 1), step);
+  const int64_t least = std::min(round_up(std::max<int64_t>(tokens_an_expert / 2, 1), step), two_a_thread);
+  const int64_t most = std::clamp<int64_t>(kSumBytes / 4 / tokens_ / step * step, step, kMaxDownRows);
   for (int64_t row = 0; row < format_.hidden;) {
     left = format_.hidden - row;
-    int64_t rows = even ? even_rows : std::min(unit_rows(left, kDownShare * threads, least), kMaxDownRows);
-    rows = std::min({rows, most, left});
+    const int64_t rows = std::min({unit_rows(left, threads, least), most, left});
     down_rows_ = std::max(down_rows_, static_cast<int32_t>(rows));
     down_units_.push_back(DownUnit{static_cast<int32_t>(row), static_cast<int32_t>(row + rows)});
     row += rows;
