@@ -16,8 +16,7 @@ Vram = Annotated[
     ),
 ]
 CacheTopk = Annotated[
-    int | None,
-    typer.Option("--cache-topk", metavar="K", help="Only a token's K heaviest experts may enter the cache; all."),
+    int, typer.Option("--cache-topk", metavar="K", help="Only a token's K heaviest experts may enter the cache.")
 ]
 UpdateExpertNum = Annotated[
     int, typer.Option("--update-expert-num", metavar="N", help="Experts that may be replaced a layer a step.")

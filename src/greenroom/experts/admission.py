@@ -14,12 +14,12 @@ class Admission:
     The manager and the simulator run the same object.
     """
 
-    def __init__(self, num_experts: list[int], policy: Policy, cache_topk: int | None, update_expert_num: int) -> None:
+    def __init__(self, num_experts: list[int], policy: Policy, cache_topk: int, update_expert_num: int) -> None:
         """
         Args:
             num_experts: of each layer.
             policy: ranks experts.
-            cache_topk: only a token's so many heaviest choices admit or refresh an expert; None: all.
+            cache_topk: only a token's so many heaviest choices admit or refresh an expert.
             update_expert_num: replacements a layer a step at most.
 
         Raises:
@@ -83,9 +83,9 @@ class Admission:
         return choose_swaps(scores, slot_of, free_slots, needed, candidates, self._update_expert_num)
 
 
-def heaviest(ids: np.ndarray, weights: np.ndarray, k: int | None) -> np.ndarray:
-    """[T, min(k, K)]: each token's choices of greatest weight; all of them if ``k`` is None."""
-    if k is None or k >= ids.shape[1]:
+def heaviest(ids: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:
+    """[T, min(k, K)]: each token's choices of greatest weight."""
+    if k >= ids.shape[1]:
         return ids
     # Routers need not sort their choices.
     return np.take_along_axis(ids, np.argsort(-weights, axis=1, kind="stable")[:, :k], axis=1)

@@ -34,7 +34,7 @@ class OffloadManager:
         tier: DeviceTier,
         num_slots: list[int],
         policy: Policy,
-        cache_topk: int | None = None,
+        cache_topk: int = 2,
         update_expert_num: int = 2,
         costs: CostModel | None = None,
     ) -> None:
@@ -44,7 +44,7 @@ class OffloadManager:
             tier: made for this store and these slots.
             num_slots: cache slots of each layer.
             policy: decides what stays in them.
-            cache_topk: only a token's so many heaviest choices admit or refresh an expert; None: all.
+            cache_topk: only a token's so many heaviest choices admit or refresh an expert.
             update_expert_num: replacements a layer a step at most.
             costs: of absent experts; the tier's own by default.
 

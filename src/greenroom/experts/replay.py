@@ -34,7 +34,7 @@ def replay(
     num_layers: int,
     num_slots: int,
     policy: Policy,
-    cache_topk: int | None,
+    cache_topk: int,
     update_expert_num: int,
 ) -> ReplayResult:
     """Runs the cache's own code over recorded steps; what enters after a step is there in the next."""
