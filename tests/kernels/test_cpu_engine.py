@@ -454,20 +454,23 @@ def test_idle_workers_use_no_processor_time() -> None:
         assert time.process_time() - start < 0.05
 
 
-def test_many_small_jobs_with_pauses() -> None:
-    """Workers are caught spinning, falling asleep and sleeping; every job must end."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_wake_up_is_lost(threads: int) -> None:
+    """Jobs that arrive while workers fall asleep, which they do 200 us after the last one."""
     done = threading.Event()
 
     def client() -> None:
-        with CpuExperts(2) as engine:
+        with CpuExperts(threads) as engine:
             batch = Batch(ExpertFormat(33, 17, torch.bfloat16, SILU), 2, 1, 2, seed=0)
             expected = batch.run(engine)
-            for i in range(300):
-                time.sleep((i % 7) * 5e-5)
+            for i in range(4000):
+                submit_at = time.perf_counter() + 185e-6 + (i % 400) * 1e-7
+                while time.perf_counter() < submit_at:
+                    pass
                 assert torch.equal(batch.run(engine), expected)
         done.set()
 
     thread = threading.Thread(target=client, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(30)
     assert done.is_set(), "a job did not end"

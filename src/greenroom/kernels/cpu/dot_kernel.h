@@ -47,10 +47,7 @@ inline float to_float(F16 value) {
 constexpr int32_t kUnit = 8;          // rows that are not divided between threads
 constexpr int32_t kBlockRows = 64;    // rows whose results wait in scratch for their activation
 constexpr int32_t kBlockTokens = 32;  // tokens taken together: their inputs stay in the L2 cache
-#ifndef GR_PREFETCH_BYTES
-#define GR_PREFETCH_BYTES 4096
-#endif
-constexpr int64_t kAhead = GR_PREFETCH_BYTES;  // distance of the software prefetch
+constexpr int64_t kAhead = 4096;  // distance of the software prefetch
 
 // Prefetches run ahead in the order in which weights are read: to the end of a run, then into the next.
 struct Stream {
