@@ -14,7 +14,7 @@ import numpy as np
 
 import greenroom
 from greenroom.engine.generation import generate
-from greenroom.engine.loader import offload_of
+from greenroom.engine.offload import offload_of
 from greenroom.experts.policies import make_policy
 from greenroom.experts.replay import Step, belady_hits, replay
 

@@ -11,7 +11,8 @@ from greenroom.config import OffloadConfig
 from greenroom.errors import GreenroomError
 
 if TYPE_CHECKING:
-    from greenroom.engine.loader import close, load, reset_stats, stats
+    from greenroom.engine.loader import load
+    from greenroom.engine.offload import close, reset_stats, stats
     from greenroom.experts.counters import LayerCounters, OffloadStats
 
 try:
@@ -21,9 +22,9 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 _LAZY = {
     "load": "greenroom.engine.loader",
-    "stats": "greenroom.engine.loader",
-    "reset_stats": "greenroom.engine.loader",
-    "close": "greenroom.engine.loader",
+    "stats": "greenroom.engine.offload",
+    "reset_stats": "greenroom.engine.offload",
+    "close": "greenroom.engine.offload",
     "OffloadStats": "greenroom.experts.counters",
     "LayerCounters": "greenroom.experts.counters",
 }

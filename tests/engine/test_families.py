@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import greenroom
-from greenroom.engine.loader import offload_of
+from greenroom.engine.offload import offload_of
 from tests.engine.offloaded import left_padded, offloaded, random_ids, saved_family
 from tests.reference.families import FAMILIES
 

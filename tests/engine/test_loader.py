@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import greenroom
 from greenroom import hardware
-from greenroom.engine import loader
+from greenroom.engine import offload
 from greenroom.errors import CheckpointError, ConfigError, GreenroomError, MemoryLimitError, UnsupportedModelError
 from tests.engine.offloaded import offloaded, random_ids, save_family
 from tests.reference.tokenizer import make_tokenizer
@@ -192,8 +192,8 @@ def test_memory_that_cannot_be_locked(folder, monkeypatch):
     def lock(address, size):
         raise MemoryLimitError("cannot page-lock 1 GiB")
 
-    monkeypatch.setattr(loader.hardware, "lock_pages", lock)
-    monkeypatch.setattr(loader, "HostStore", lambda *a, **k: _locking_store(lock, *a))
+    monkeypatch.setattr(offload.hardware, "lock_pages", lock)
+    monkeypatch.setattr(offload, "HostStore", lambda *a, **k: _locking_store(lock, *a))
     refuse(folder, MemoryLimitError, "cannot page-lock")
 
 
@@ -237,7 +237,7 @@ def test_not_enough_device_memory(folder, monkeypatch):
 def test_device_memory_is_as_planned(folder):
     before = torch.cuda.memory_allocated()
     with offloaded(folder, device="cuda", cache_expert_num=4) as model:
-        plan = loader.offload_of(model).plan
+        plan = offload.offload_of(model).plan
         used = torch.cuda.memory_allocated() - before
         # The caching allocator rounds each tensor up to 512 bytes.
         assert plan.device_bytes <= used <= plan.device_bytes * 1.2 + 200_000

@@ -1,0 +1,211 @@
+"""Offload: what stands behind a model whose experts wait in host memory, from building to closing."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from greenroom import hardware
+from greenroom.config import OffloadConfig
+from greenroom.engine.attach import attach_manager, detach
+from greenroom.engine.spec import ModelSpec
+from greenroom.errors import ConfigError
+from greenroom.experts.counters import OffloadStats
+from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cuda_tier import CudaTier
+from greenroom.experts.host_tier import HostTier
+from greenroom.experts.manager import OffloadManager
+from greenroom.experts.policies import Policy, make_policy
+from greenroom.experts.sizing import MemoryPlan, plan_memory
+from greenroom.experts.store import HostStore
+from greenroom.experts.tier import DeviceTier
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_greenroom"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, checked before anything is allocated. ``check`` makes one."""
+
+    config: OffloadConfig
+    policy: Policy
+    isa: Isa
+    device: torch.device
+
+    @classmethod
+    def check(cls, config: OffloadConfig) -> "Request":
+        """
+        Raises:
+            ConfigError: an unknown policy or instruction set, or a device that is not there.
+        """
+        policy = make_policy(config.policy, config.profile)
+        return cls(config, policy, Isa.parse(config.isa), choose_device(config.device))
+
+    def plan(self, spec: ModelSpec) -> MemoryPlan:
+        """
+        Raises:
+            MemoryLimitError: it does not fit.
+        """
+        on_gpu = self.device.type == "cuda"
+        return plan_memory(
+            self.config,
+            [layer.format for layer in spec.layers],
+            [layer.num_experts for layer in spec.layers],
+            spec.other_bytes,
+            device_free=torch.cuda.mem_get_info(self.device)[0] if on_gpu else None,
+            host_free=hardware.available_host_bytes(),
+        )
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Everything behind one model."""
+
+    spec: ModelSpec
+    config: OffloadConfig
+    plan: MemoryPlan
+    engine: CpuExperts
+    manager: OffloadManager
+    device: torch.device
+    load_seconds: float
+
+    def stats(self) -> OffloadStats:
+        """What is active and what it has done."""
+        return OffloadStats(
+            policy=self.config.policy,
+            device=str(self.device),
+            isa=self.engine.isa.label,
+            threads=self.engine.threads,
+            cache_expert_num=max(self.plan.num_slots),
+            host_bytes=self.manager.store.nbytes,
+            device_bytes=self.manager.tier.device_bytes,
+            page_locked=self.manager.store.locked,
+            load_seconds=self.load_seconds,
+            layers=self.manager.counters.layers(),
+            total=self.manager.counters.total(),
+        )
+
+    def close(self) -> None:
+        """Frees memory, then ends the threads. Idempotent."""
+        self.manager.close()
+        self.engine.close()
+
+
+def offload_experts(
+    model: PreTrainedModel,
+    request: Request,
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    fill: Callable[[HostStore], None],
+    started: float,
+) -> Offload:
+    """Builds store, engine, tier and manager, and attaches them to a model without experts.
+
+    Args:
+        model: on ``request.device``, its experts replaced by ``RoutedExperts``.
+        fill: writes all experts into the store.
+        started: ``time.perf_counter()`` when loading began.
+
+    Raises:
+        GreenroomError: from ``fill`` or from allocation; nothing stays allocated.
+    """
+    config, device = request.config, request.device
+    threads, cores = hardware.engine_cores(config.context_num_threads, beside_gpu=device.type == "cuda")
+    engine = CpuExperts(threads, cores, request.isa)
+    try:
+        store = _make_store(config, spec, device)
+        try:
+            fill(store)
+            manager = _make_manager(request, plan, store, engine)
+        except BaseException:
+            store.close()
+            raise
+    except BaseException:
+        engine.close()
+        raise
+    attach_manager(model, spec.layers, manager)
+    model.eval()
+    offload = Offload(spec, config, plan, engine, manager, device, time.perf_counter() - started)
+    setattr(model, _ATTRIBUTE, offload)
+    _compare_with_plan(offload)
+    return offload
+
+
+def offload_of(model: PreTrainedModel) -> Offload:
+    """What stands behind ``model``.
+
+    Raises:
+        ConfigError: the model did not come from ``load``.
+    """
+    offload = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(offload, Offload):
+        raise ConfigError(f"this {type(model).__name__} was not loaded by greenroom.load")
+    return offload
+
+
+def stats(model: PreTrainedModel) -> OffloadStats:
+    """Counters and settings of a model that ``load`` returned."""
+    return offload_of(model).stats()
+
+
+def reset_stats(model: PreTrainedModel) -> None:
+    """Sets every counter to 0; what is cached stays."""
+    offload_of(model).manager.counters.reset()
+
+
+def close(model: PreTrainedModel) -> None:
+    """Ends the threads and frees the memory behind a model, which cannot run afterwards. Idempotent."""
+    offload = offload_of(model)
+    detach(model, offload.spec.layers)
+    offload.close()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called ``name``; "auto" is the first GPU, or the CPU without one.
+
+    Raises:
+        ConfigError: a GPU that this machine does not have.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device '{name}' is not there: torch sees {count} CUDA devices; choose cpu or auto")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def _make_store(config: OffloadConfig, spec: ModelSpec, device: torch.device) -> HostStore:
+    lock = device.type == "cuda" and config.pin_memory
+    return HostStore(
+        [layer.format for layer in spec.layers],
+        [layer.num_experts for layer in spec.layers],
+        lock_pages=hardware.lock_pages if lock else None,
+        unlock_pages=hardware.unlock_pages if lock else None,
+    )
+
+
+def _make_manager(request: Request, plan: MemoryPlan, store: HostStore, engine: CpuExperts) -> OffloadManager:
+    config, slots = request.config, list(plan.num_slots)
+    tier: DeviceTier
+    if request.device.type == "cuda":
+        tier = CudaTier(store, slots, engine, config.miss_expert_num, request.device)
+    else:
+        tier = HostTier(store, slots, engine, config.miss_expert_num)
+    return OffloadManager(store, tier, slots, request.policy, config.cache_topk, config.update_expert_num)
+
+
+def _compare_with_plan(offload: Offload) -> None:
+    """Says so where memory differs from what was computed before loading."""
+    if offload.device.type != "cuda":
+        return
+    used, planned = torch.cuda.memory_allocated(offload.device), offload.plan.device_bytes
+    if abs(used - planned) > 0.05 * planned:
+        logger.warning("the model holds %.2f GiB of device memory, %.2f were planned", used / 2**30, planned / 2**30)
