@@ -1,7 +1,6 @@
 """Time and accuracy of the CPU expert engine, beside torch on the same weights."""
 
 import mmap
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 from greenroom.experts.cpu import CpuExperts, Isa
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat, ExpertViews
+from greenroom.hardware import engine_cores
 
 _WARM_UP = 2
 _CHECKED_TOKENS = 4
@@ -76,7 +76,7 @@ def run_expert_benchmark(
     small batch finds its weights in memory rather than in a cache.
 
     Args:
-        threads: workers of the engine and threads of torch; None leaves one core to the program.
+        threads: workers of the engine and threads of torch; None takes as many as loading a model would.
         isa: an instruction set's label, or "auto".
         repeats: timed runs of each side, at least 5.
 
@@ -88,7 +88,7 @@ def run_expert_benchmark(
         raise ValueError(f"a median needs at least 5 runs, not {repeats}")
     if not 1 <= topk <= experts or tokens < 1:
         raise ValueError(f"nothing to measure with {tokens} tokens and {topk} of {experts} experts")
-    threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    threads, cores = engine_cores(threads, beside_gpu=torch.cuda.is_available())
     format = ExpertFormat(hidden, inter, dtype, Activation(ActivationKind.SILU))
     generator = torch.Generator().manual_seed(0)
     blocks = _random_blocks(format, experts, generator)
@@ -99,7 +99,7 @@ def run_expert_benchmark(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with CpuExperts(threads, isa=Isa.parse(isa)) as engine:
+        with CpuExperts(threads, cores, Isa.parse(isa)) as engine:
             for run in range(_WARM_UP + repeats):
                 x, ids, weights = _random_batch(format, experts, topk, tokens, generator)
                 native_ids = ids.to(torch.int32)

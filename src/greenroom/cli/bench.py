@@ -1,11 +1,13 @@
 """``greenroom bench``: measurements of parts on this machine."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
 from greenroom.cli import options, output
 from greenroom.cli.session import one_json_object
+from greenroom.config import OffloadConfig
 from greenroom.errors import ConfigError
 
 app = typer.Typer(help="Measure a part of greenroom on this machine.", no_args_is_help=True)
@@ -62,3 +64,85 @@ def experts(
             "speedup": f"{result['speedup']:.2f}x",
         }
     )
+
+
+Shape = Annotated[str, typer.Option("--shape", metavar="NAME", help="q30-12L, q30-48L or small.")]
+Batch = Annotated[int, typer.Option("--batch", help="Sequences.")]
+Routing = Annotated[
+    str,
+    typer.Option("--routing", help="uniform (drawn afresh), own (the random model's) or a .npy trace to replay."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command("bandwidth")
+def bandwidth(threads: options.ContextNumThreads = None, isa: options.Isa = "auto", as_json: AsJson = False) -> None:
+    """Expert bytes a second that the CPU engine reads and that cross to the device, alone and together."""
+    from greenroom.bench.bandwidth import measure_bandwidth
+
+    with one_json_object(as_json):
+        result = measure_bandwidth(threads, isa).to_dict()
+    _show(result, as_json)
+
+
+@app.command("decode")
+def decode(
+    shape: Shape = "q30-12L",
+    batch: Batch = 1,
+    steps: Annotated[int, typer.Option("--steps", help="Decode steps a timed run.")] = 16,
+    routing: Routing = "uniform",
+    cache_expert_num: options.CacheExpertNum = 0,
+    update_expert_num: options.UpdateExpertNum = OffloadConfig.update_expert_num,
+    context_num_threads: options.ContextNumThreads = None,
+    policy: options.Policy = OffloadConfig.policy,
+    device: options.Device = OffloadConfig.device,
+    as_json: AsJson = False,
+) -> None:
+    """Decode speed of a model with random weights made in place."""
+    from greenroom.bench.model import bench_decode
+
+    knobs = OffloadConfig(
+        cache_expert_num=cache_expert_num,
+        update_expert_num=update_expert_num,
+        context_num_threads=context_num_threads,
+        policy=policy,
+        device=device,
+    )
+    with one_json_object(as_json):
+        result = bench_decode(shape, batch, knobs, routing, steps).to_dict()
+    _show(result, as_json)
+
+
+@app.command("prefill")
+def prefill(
+    shape: Shape = "q30-12L",
+    batch: Batch = 1,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of each prompt.")] = 512,
+    routing: Routing = "uniform",
+    cache_expert_num: options.CacheExpertNum = 0,
+    context_num_threads: options.ContextNumThreads = None,
+    device: options.Device = OffloadConfig.device,
+    as_json: AsJson = False,
+) -> None:
+    """Prefill speed of a model with random weights made in place."""
+    from greenroom.bench.model import bench_prefill
+
+    knobs = OffloadConfig(cache_expert_num=cache_expert_num, context_num_threads=context_num_threads, device=device)
+    with one_json_object(as_json):
+        result = bench_prefill(shape, batch, tokens, knobs, routing).to_dict()
+    _show(result, as_json)
+
+
+def _show(result: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        output.print_json(dict(result))
+    else:
+        output.print_fields({name.replace("_", " "): _text(value) for name, value in result.items()})
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
+    return str(value)

@@ -1,0 +1,139 @@
+"""Benchmarks of whole models: the model is a real one, the routing is what was asked for, the figures add up."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from greenroom.bench.bandwidth import measure_bandwidth
+from greenroom.bench.model import bench_decode, bench_prefill
+from greenroom.bench.shapes import SHAPES, shape_config
+from greenroom.bench.synthetic import override_routing, random_model
+from greenroom.config import OffloadConfig
+from greenroom.engine.attach import RoutedExperts
+from greenroom.engine.offload import close, offload_of
+from greenroom.errors import ConfigError
+
+CPU = OffloadConfig(device="cpu", cache_expert_num=0)
+
+
+@pytest.fixture
+def model():
+    model = random_model(shape_config("small"), CPU)
+    yield model
+    close(model)
+
+
+@torch.no_grad()
+def test_a_random_model_equals_stock_with_the_same_weights(model):
+    stock = AutoModelForCausalLM.from_config(shape_config("small"), dtype=torch.bfloat16).eval()
+    missing, unexpected = stock.load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected
+    assert all(".experts." in name for name in missing)
+    store = offload_of(model).manager.store
+    for number, layer in enumerate(stock.model.layers):
+        layer.mlp.experts.gate_up_proj.copy_(store.views(number).up)
+        layer.mlp.experts.down_proj.copy_(store.views(number).down)
+    ids = torch.randint(0, 1024, (2, 12))
+    expected = stock(ids).logits.float()
+    assert expected.std() > 0.05, "a model whose logits are all alike checks nothing"
+    error = (model(ids).logits.float() - expected).norm() / expected.norm()
+    assert error < 0.02
+
+
+def test_experts_differ_from_each_other(model):
+    blocks = offload_of(model).manager.store.blocks(0)
+    assert len({bytes(block[:4096].numpy()) for block in blocks}) == len(blocks)
+
+
+def chosen_ids(model) -> list[torch.Tensor]:
+    """Records what reaches each layer's experts in one forward of 32 tokens."""
+    seen: list[torch.Tensor] = []
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            layer = module.offloaded
+            forward = layer.forward
+            layer.forward = lambda h, ids, w, forward=forward: (seen.append(ids.clone()), forward(h, ids, w))[1]
+    with torch.no_grad():
+        model(torch.randint(0, 1024, (1, 32)))
+    return seen
+
+
+def test_uniform_routing_is_drawn_afresh_and_distinct(model):
+    override_routing(model, "uniform")
+    first, second = chosen_ids(model)
+    assert first.shape == (32, 4)
+    assert all(len(set(row.tolist())) == 4 for row in first)
+    assert not torch.equal(first, second)
+    assert len(first.unique()) == 16
+
+
+def test_a_trace_is_replayed(model, tmp_path):
+    trace = np.random.default_rng(0).integers(0, 16, (50, 2, 4))
+    np.save(tmp_path / "trace.npy", trace)
+    override_routing(model, str(tmp_path / "trace.npy"))
+    for layer, ids in enumerate(chosen_ids(model)):
+        assert ids.tolist() == trace[:32, layer].tolist()
+
+
+@pytest.mark.parametrize("array", [None, np.zeros((3, 2)), np.zeros((3, 5, 4), dtype=int), np.zeros((3, 2, 4))])
+def test_a_trace_that_does_not_fit_is_refused(model, tmp_path, array):
+    if array is not None:
+        np.save(tmp_path / "trace.npy", array)
+    with pytest.raises(ConfigError, match="trace"):
+        override_routing(model, str(tmp_path / "trace.npy"))
+
+
+@pytest.mark.parametrize("slots", [0, 8, 16])
+def test_decode_counts_what_it_did(slots):
+    knobs = OffloadConfig(device="cpu", cache_expert_num=slots)
+    result = bench_decode("small", 2, knobs, "uniform", steps=2, repeats=2)
+    assert (result.bench, result.unit, result.batch, result.cache_expert_num) == ("decode", "tok/s", 2, slots)
+    block = shape_config("small").hidden_size * shape_config("small").moe_intermediate_size * 3 * 2
+    assert result.value > 0
+    assert result.miss_bytes % 1 == 0
+    assert 0 <= result.miss_bytes <= 2 * 2 * 4 * block
+    assert (result.miss_bytes == 0) == (slots == 16)
+    assert (result.bound is None) == (slots == 16)
+    assert (result.hit_rate == 0) == (slots == 0)
+    json.dumps(result.to_dict())
+
+
+def test_prefill_and_bad_arguments():
+    result = bench_prefill("small", 1, 32, CPU, "own", repeats=2)
+    assert (result.bench, result.tokens) == ("prefill", 32)
+    assert result.value > 0
+    with pytest.raises(ConfigError, match="tokens must be at least 1"):
+        bench_prefill("small", 1, 0, CPU, "own")
+    with pytest.raises(ConfigError, match="unknown shape"):
+        bench_decode("huge", 1, CPU, "own")
+
+
+def test_shapes_are_what_they_are_called():
+    assert set(SHAPES) >= {"q30-12L", "q30-48L"}
+    for name, layers in (("q30-12L", 12), ("q30-48L", 48)):
+        config = shape_config(name)
+        assert (config.num_hidden_layers, config.hidden_size, config.num_experts) == (layers, 2048, 128)
+        assert (config.moe_intermediate_size, config.num_experts_per_tok) == (768, 8)
+
+
+def test_bandwidth_is_no_more_than_the_machine_has():
+    started = time.perf_counter()
+    result = measure_bandwidth(threads=1)
+    assert 0.5 < result.cpu < 100
+    assert time.perf_counter() - started < 60
+    assert (result.copy is None) == (not torch.cuda.is_available())
+
+
+def test_a_refused_benchmark_ends_its_threads():
+    def native_threads() -> int:
+        return sum("greenroom" in (t / "comm").read_text() for t in Path("/proc/self/task").iterdir())
+
+    before = native_threads()
+    with pytest.raises(ConfigError):
+        bench_decode("small", 1, CPU, "no such trace.npy")
+    assert native_threads() == before
