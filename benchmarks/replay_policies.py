@@ -15,6 +15,7 @@ import numpy as np
 import greenroom
 from greenroom.engine.generation import generate
 from greenroom.engine.offload import offload_of
+from greenroom.experts.admission import by_weight
 from greenroom.experts.policies import make_policy
 from greenroom.experts.replay import Step, belady_hits, replay
 
@@ -34,11 +35,11 @@ def record_decode(model_name: str, tokens: int) -> list[Step]:
     manager = offload_of(model).manager
     steps: list[Step] = []
     current: dict[int, np.ndarray] = {}
-    record, end_step = manager.record, manager.end_step
+    record, end_step = manager.admission.record, manager.end_step
 
-    def recording(layer, routing, plan):
-        current[layer] = sorted_by_weight(routing)
-        record(layer, routing, plan)
+    def recording(layer, ids, weights, *rest):
+        current[layer] = by_weight(ids, weights)
+        record(layer, ids, weights, *rest)
 
     def ending():
         if all(len(ids) == 1 for ids in current.values()):
@@ -46,16 +47,11 @@ def record_decode(model_name: str, tokens: int) -> list[Step]:
         current.clear()
         end_step()
 
-    manager.record, manager.end_step = recording, ending
+    manager.admission.record, manager.end_step = recording, ending
     for seed, prompt in enumerate(PROMPTS):
         generate(model, tokenizer, prompt, tokens, temperature=0.8, top_p=0.95, seed=seed)
     greenroom.close(model)
     return steps
-
-
-def sorted_by_weight(routing) -> np.ndarray:
-    """int [T, K], heaviest first."""
-    return np.take_along_axis(routing.ids, np.argsort(-routing.weights, axis=1, kind="stable"), axis=1)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def test_no_policy_beats_the_one_that_knows_the_future(trace, slots, policy):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=6), st.integers(0, 3))
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True), max_size=5), st.integers(0, 3))
 def test_belady_is_the_best_of_all_sequences_of_choices(trace, slots):
     def best(now: int, resident: frozenset[int]) -> int:
         if now == len(trace):

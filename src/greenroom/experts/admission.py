@@ -88,7 +88,12 @@ def heaviest(ids: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:
     if k >= ids.shape[1]:
         return ids
     # Routers need not sort their choices.
-    return np.take_along_axis(ids, np.argsort(-weights, axis=1, kind="stable")[:, :k], axis=1)
+    return by_weight(ids, weights)[:, :k]
+
+
+def by_weight(ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """[T, K]: each token's choices in falling order of weight."""
+    return np.take_along_axis(ids, np.argsort(-weights, axis=1, kind="stable"), axis=1)
 
 
 def count_pairs(ids: np.ndarray, num_experts: int) -> np.ndarray:

@@ -1,25 +1,40 @@
 """OffloadedExperts: one layer's routed experts, wherever they are."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from greenroom.experts.admission import count_pairs
-from greenroom.experts.dispatch import dispatch
-from greenroom.experts.tier import LayerBatch
+from greenroom.experts.cache import ExpertCache
+from greenroom.experts.dispatch import CostModel, Dispatch, dispatch
+from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch
 
-if TYPE_CHECKING:
-    from greenroom.experts.manager import OffloadManager
+Record = Callable[[int, HostRouting, Dispatch], None]
+"""Takes note of a layer's routing and of what was decided; raises outside a step."""
 
 
 class OffloadedExperts:
     """Takes the place of a model's experts module: same inputs, same output, weights elsewhere."""
 
-    def __init__(self, manager: "OffloadManager", layer: int) -> None:
-        self._manager = manager
+    def __init__(
+        self,
+        layer: int,
+        fmt: ExpertFormat,
+        num_experts: int,
+        tier: DeviceTier,
+        cache: ExpertCache,
+        costs: CostModel,
+        record: Record,
+    ) -> None:
+        """``layer`` numbers the experts layers of the store, tier and cache, not the model's."""
         self._layer = layer
-        self._format = manager.store.formats[layer]
-        self._num_experts = manager.store.num_experts[layer]
+        self._format = fmt
+        self._num_experts = num_experts
+        self._tier = tier
+        self._slot_of = cache.layer_map(layer)
+        self._costs = costs
+        self._record = record
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -41,10 +56,8 @@ class OffloadedExperts:
             topk_ids.to(torch.int32).contiguous(),
             topk_weights.float().contiguous(),
         )
-        manager = self._manager
-        routing = manager.tier.read_routing(batch)
-        slot_of = manager.cache.layer_map(self._layer)
+        routing = self._tier.read_routing(batch)
         counts = count_pairs(routing.ids, self._num_experts)
-        plan = dispatch(counts, slot_of, manager.costs, self._format, manager.tier.group_size)
-        manager.record(self._layer, routing, plan)
-        return manager.tier.run(batch, routing.ids, plan, slot_of).to(hidden.dtype)
+        plan = dispatch(counts, self._slot_of, self._costs, self._format, self._tier.group_size)
+        self._record(self._layer, routing, plan)
+        return self._tier.run(batch, routing.ids, plan, self._slot_of).to(hidden.dtype)

@@ -53,11 +53,13 @@ class OffloadManager:
         """
         self.store = store
         self.tier = tier
-        self.costs = costs or tier.default_costs
         self.cache = ExpertCache(store.num_experts, num_slots)
         self.counters = Counters(len(store))
         self.admission = Admission(store.num_experts, policy, cache_topk, update_expert_num)
-        self.layers = [OffloadedExperts(self, layer) for layer in range(len(store))]
+        self.layers = [
+            OffloadedExperts(layer, fmt, count, tier, self.cache, costs or tier.default_costs, self.record)
+            for layer, (fmt, count) in enumerate(zip(store.formats, store.num_experts, strict=True))
+        ]
         self._step_lock = threading.Lock()
         self._counting = True
         self._valid_rows: np.ndarray | None = None

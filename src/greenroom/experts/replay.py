@@ -59,11 +59,10 @@ def by_rank(ids: np.ndarray) -> np.ndarray:
     return np.broadcast_to(-np.arange(ids.shape[1], dtype=float), ids.shape)
 
 
-def belady_hits(steps: Sequence[Step], num_slots: int, update_expert_num: int | None = None) -> ReplayResult:
-    """The most that any policy could hit: evicts what is needed again last, knowing the future.
+def belady_hits(steps: Sequence[Step], num_slots: int) -> ReplayResult:
+    """The most that any policy could hit: after each step it keeps what is needed again soonest.
 
-    Args:
-        update_expert_num: replacements a layer a step at most; None for no limit.
+    Knows the future, has no limit on replacements, and may drop an expert that the step has just used.
     """
     layers = len(steps[0]) if steps else 0
     hits = needed = admissions = 0
@@ -73,22 +72,9 @@ def belady_hits(steps: Sequence[Step], num_slots: int, update_expert_num: int | 
         for now, experts in enumerate(used):
             hits += len(experts & resident)
             needed += len(experts)
-            replaced = 0
-            for expert in sorted(experts - resident, key=lambda e: _next_use(used, now, e)):
-                if len(resident) < num_slots:
-                    resident.add(expert)
-                    admissions += 1
-                    continue
-                leaving = [e for e in resident if e not in experts]
-                if not leaving or (update_expert_num is not None and replaced == update_expert_num):
-                    break
-                victim = max(leaving, key=lambda e: _next_use(used, now, e))
-                if _next_use(used, now, victim) <= _next_use(used, now, expert):
-                    break
-                resident.remove(victim)
-                resident.add(expert)
-                replaced += 1
-                admissions += 1
+            kept = set(sorted(resident | experts, key=lambda e: _next_use(used, now, e))[:num_slots])
+            admissions += len(kept - resident)
+            resident = kept
     return ReplayResult(hits, needed, admissions)
 
 
