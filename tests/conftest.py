@@ -1,7 +1,14 @@
 """What all tests share."""
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("explore", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "explore")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import greenroom
 from greenroom.config import OffloadConfig
 from greenroom.experts.counters import LayerCounters, OffloadStats
+from greenroom.experts.dispatch import CostModel
 from tests.reference.families import make_model
 from tests.reference.tokenizer import VOCAB, make_tokenizer
 
@@ -53,6 +54,7 @@ class FakeGreenroom:
             device_bytes=1 << 20,
             page_locked=False,
             load_seconds=0.25,
+            costs=CostModel(0, 1, 1),
             layers=LAYERS,
             total=TOTAL,
         )

@@ -168,3 +168,14 @@ def test_page_locking():
     with pytest.raises(Exception, match="page-lock"):
         hardware.lock_pages(0x1000, 4096)
     torch.zeros(4, device="cuda").sum().item()  # the failure left no error behind
+
+
+def test_costs_are_measured():
+    fmt = ExpertFormat(1024, 768, torch.bfloat16, Activation(ActivationKind.SILU))
+    with running(2, BOTH_LANES, fmt) as manager:
+        costs = manager.tier.measure_costs()
+        assert 1e9 < costs.copy_bytes_per_s < 2e11
+        assert costs.cpu_bytes_per_s > 1e8
+        assert costs.cpu_flops_per_s > 1e9
+        with manager.step():
+            run_layer(manager, 0, 3, 4)

@@ -86,6 +86,7 @@ class Offload:
             device_bytes=self.manager.tier.device_bytes,
             page_locked=self.manager.store.locked,
             load_seconds=self.load_seconds,
+            costs=self.manager.costs,
             layers=self.manager.counters.layers(),
             total=self.manager.counters.total(),
         )

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from greenroom.experts.dispatch import CostModel
+
 _FIELDS = ("hits", "misses", "streamed", "cpu", "admissions", "evictions")
 
 
@@ -67,7 +69,7 @@ class OffloadStats:
     """What is active and what it has done so far.
 
     host_bytes: the store. device_bytes: cache slots and miss buffers. load_seconds: from the call of
-    ``load`` until the model is ready.
+    ``load`` until the model is ready. costs: the rates by which absent experts are split.
     """
 
     policy: str
@@ -79,10 +81,15 @@ class OffloadStats:
     device_bytes: int
     page_locked: bool
     load_seconds: float
+    costs: CostModel
     layers: tuple[LayerCounters, ...]
     total: LayerCounters
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return fields | {"layers": [layer.to_dict() for layer in self.layers], "total": self.total.to_dict()}
+        return fields | {
+            "costs": asdict(self.costs),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "total": self.total.to_dict(),
+        }

@@ -13,6 +13,7 @@ Who orders what:
   steps that could read it. It enters the map only once ``landed_writes`` has seen its event.
 """
 
+import statistics
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +23,12 @@ from greenroom.experts.cache import SlotWrite
 from greenroom.experts.cpu import CpuExperts, Ticket
 from greenroom.experts.device_ffn import add_experts
 from greenroom.experts.dispatch import CostModel, Dispatch, mask_ids
+from greenroom.experts.probe import cpu_rates
 from greenroom.experts.staging import Staging
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch, allocate_blocks
+
+_COPY_PROBES = 5
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,6 @@ class _MissBuffer:
 
 class CudaTier(DeviceTier):
     """Resident and streamed experts run on the GPU, the rest on the CPU at the same time."""
-
-    default_costs = CostModel(copy_bytes_per_s=50e9, cpu_bytes_per_s=80e9, cpu_flops_per_s=3e12)
-    """Assumed until measured: PCIe 5 and a 16-core server."""
 
     def __init__(
         self,
@@ -82,6 +83,23 @@ class CudaTier(DeviceTier):
     @property
     def group_size(self) -> int:
         return self._miss_expert_num
+
+    def measure_costs(self) -> CostModel:
+        reading, computing = cpu_rates(self._engine, self._store)
+        return CostModel(self._copy_rate(), reading, computing)
+
+    def _copy_rate(self) -> float:
+        """Bytes a second into a miss buffer; the median of a few groups."""
+        group = np.arange(min(self._miss_expert_num, self._store.num_experts[0]))
+        rates = []
+        for _ in range(_COPY_PROBES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(self._copy_stream)
+            blocks = self._fill(self._buffers[0], 0, group)
+            end.record(self._copy_stream)
+            end.synchronize()
+            rates.append(blocks.numel() / (begin.elapsed_time(end) / 1e3))
+        return statistics.median(rates)
 
     def begin_step(self, slot_of: np.ndarray) -> None:
         # The copy of the step before may still be reading the twin.

@@ -19,8 +19,6 @@ class HostTier(DeviceTier):
     """
 
     device = torch.device("cpu")
-    default_costs = CostModel(copy_bytes_per_s=0, cpu_bytes_per_s=1, cpu_flops_per_s=1)
-    """Copying from memory to memory first never pays: nothing is streamed."""
 
     def __init__(self, store: HostStore, num_slots: list[int], engine: CpuExperts, miss_expert_num: int) -> None:
         self._store = store
@@ -38,6 +36,10 @@ class HostTier(DeviceTier):
     @property
     def group_size(self) -> int:
         return len(self._miss_buffers[0])
+
+    def measure_costs(self) -> CostModel:
+        """Copying from memory to memory first never pays: that lane is closed."""
+        return CostModel(copy_bytes_per_s=0, cpu_bytes_per_s=1, cpu_flops_per_s=1)
 
     def begin_step(self, slot_of: np.ndarray) -> None:
         """The map is read where it lies; nothing has to be published."""

@@ -46,7 +46,7 @@ class OffloadManager:
             policy: decides what stays in them.
             cache_topk: only a token's so many heaviest choices admit or refresh an expert.
             update_expert_num: replacements a layer a step at most.
-            costs: of absent experts; the tier's own by default.
+            costs: of absent experts; measured by the tier if not given.
 
         Raises:
             ConfigError: the policy does not fit the model.
@@ -56,8 +56,9 @@ class OffloadManager:
         self.cache = ExpertCache(store.num_experts, num_slots)
         self.counters = Counters(len(store))
         self.admission = Admission(store.num_experts, policy, cache_topk, update_expert_num)
+        self.costs = costs or tier.measure_costs()
         self.layers = [
-            OffloadedExperts(layer, fmt, count, tier, self.cache, costs or tier.default_costs, self.record)
+            OffloadedExperts(layer, fmt, count, tier, self.cache, self.costs, self.record)
             for layer, (fmt, count) in enumerate(zip(store.formats, store.num_experts, strict=True))
         ]
         self._step_lock = threading.Lock()

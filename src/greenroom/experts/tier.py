@@ -45,7 +45,6 @@ class DeviceTier(ABC):
     """
 
     device: torch.device
-    default_costs: CostModel
 
     @property
     @abstractmethod
@@ -56,6 +55,10 @@ class DeviceTier(ABC):
     @abstractmethod
     def group_size(self) -> int:
         """Experts that fit a miss buffer."""
+
+    @abstractmethod
+    def measure_costs(self) -> CostModel:
+        """Rates of the two lanes that an absent expert can take, measured here and now. Before any step."""
 
     @abstractmethod
     def begin_step(self, slot_of: np.ndarray) -> None:
