@@ -33,8 +33,8 @@ class OffloadConfig:
         cache_expert_num: cache slots a layer on the device. None: as many as ``vram`` holds, or,
             without ``vram``, a default for the device (see ``experts.sizing``).
         vram: bytes, or text like "8GiB", of device memory for cache slots and miss buffers.
-        cache_topk: only a token's so many heaviest choices may admit or refresh an expert. More of
-            them hit more often and copy more (docs/performance.md).
+        cache_topk: only a token's so many heaviest choices may admit or refresh an expert. None: all
+            of them, which hits more often on recorded routing (docs/performance.md).
         update_expert_num: experts that may be replaced a layer a step.
         context_num_threads: threads of the CPU engine. None: all cores but one beside a GPU, all
             cores without one.
@@ -49,7 +49,7 @@ class OffloadConfig:
 
     cache_expert_num: int | None = None
     vram: int | str | None = None
-    cache_topk: int = 2
+    cache_topk: int | None = None
     update_expert_num: int = 2
     context_num_threads: int | None = None
     policy: str = "lfru"
@@ -66,7 +66,8 @@ class OffloadConfig:
             _require_at_least("cache_expert_num", self.cache_expert_num, 0)
         if self.vram is not None:
             parse_size(self.vram)
-        _require_at_least("cache_topk", self.cache_topk, 1)
+        if self.cache_topk is not None:
+            _require_at_least("cache_topk", self.cache_topk, 1)
         _require_at_least("update_expert_num", self.update_expert_num, 0)
         _require_at_least("miss_expert_num", self.miss_expert_num, 1)
         if self.context_num_threads is not None:

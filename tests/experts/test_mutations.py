@@ -26,15 +26,13 @@ def victims_in_use(patch: Patch) -> None:
     patch.setattr(
         admission_module,
         "choose_swaps",
-        lambda scores, slots, free, needed, wanted, limit: real(
-            scores, slots, free, np.zeros_like(needed), wanted, limit
-        ),
+        lambda scores, slots, free, needed, *rest: real(scores, slots, free, np.zeros_like(needed), *rest),
     )
 
 
 def no_limit_on_replacements(patch: Patch) -> None:
     real = admission_module.choose_swaps
-    patch.setattr(admission_module, "choose_swaps", lambda *args: real(*args[:-1], args[-1] + 1))
+    patch.setattr(admission_module, "choose_swaps", lambda *args: real(*args[:-2], args[-2] + 1, args[-1]))
 
 
 def victim_stays_in_the_map(patch: Patch) -> None:

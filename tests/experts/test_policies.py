@@ -78,6 +78,8 @@ def test_an_unknown_policy_names_the_known_ones():
 
 def test_policies_of_other_packages_are_found(monkeypatch):
     class Mine:
+        margin = 1.0
+
         def scores(self, usage):
             return -usage.total
 

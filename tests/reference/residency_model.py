@@ -39,6 +39,10 @@ class LayerModel:
         raise AssertionError(policy)
 
 
+MARGIN = {"lru": 1, "lfu": 1, "lfru": 8, "static": 1}
+"""How many times a resident's score a candidate must exceed."""
+
+
 class ResidencyModel:
     """All layers, driven by ``land`` and ``step``."""
 
@@ -74,7 +78,8 @@ class ResidencyModel:
             leaving = sorted(layer.resident - needed, key=lambda e: (round(layer.score(self.policy, e), 9), e))
             if not entering or not leaving:
                 return
-            if round(layer.score(self.policy, entering[0]), 9) <= round(layer.score(self.policy, leaving[0]), 9):
+            best, worst = (round(layer.score(self.policy, e), 9) for e in (entering[0], leaving[0]))
+            if best <= MARGIN[self.policy] * worst:
                 return
             layer.resident.remove(leaving[0])
             layer.flying.add(entering.pop(0))

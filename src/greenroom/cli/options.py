@@ -16,7 +16,8 @@ Vram = Annotated[
     ),
 ]
 CacheTopk = Annotated[
-    int, typer.Option("--cache-topk", metavar="K", help="Only a token's K heaviest experts may enter the cache.")
+    int | None,
+    typer.Option("--cache-topk", metavar="K", help="Only a token's K heaviest experts may enter the cache."),
 ]
 UpdateExpertNum = Annotated[
     int, typer.Option("--update-expert-num", metavar="N", help="Experts that may be replaced a layer a step.")

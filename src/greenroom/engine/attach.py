@@ -45,7 +45,7 @@ def attach_manager(model: nn.Module, specs: tuple[ExpertLayerSpec, ...], manager
         experts = model.get_submodule(spec.name)
         assert isinstance(experts, RoutedExperts)
         experts.offloaded = layer
-    decoder = model.get_submodule(specs[0].name.partition(".layers.")[0])
+    decoder = model.get_submodule(specs[0].name.partition("layers.")[0].rstrip("."))
     hooks = _StepHooks(manager)
     decoder.register_forward_pre_hook(hooks.before, with_kwargs=True)
     decoder.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)

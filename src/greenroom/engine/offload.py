@@ -200,7 +200,8 @@ def _make_manager(request: Request, plan: MemoryPlan, store: HostStore, engine: 
         tier = CudaTier(store, slots, engine, config.miss_expert_num, request.device)
     else:
         tier = HostTier(store, slots, engine, config.miss_expert_num)
-    return OffloadManager(store, tier, slots, request.policy, config.cache_topk, config.update_expert_num)
+    cache_topk = config.cache_topk or max(store.num_experts)
+    return OffloadManager(store, tier, slots, request.policy, cache_topk, config.update_expert_num)
 
 
 def _compare_with_plan(offload: Offload) -> None:

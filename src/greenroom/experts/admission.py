@@ -80,7 +80,9 @@ class Admission:
         candidates = self._admissible[layer].copy()
         candidates[cache.being_written(layer)] = False
         slot_of, free_slots = cache.layer_map(layer), cache.free_slots(layer)
-        return choose_swaps(scores, slot_of, free_slots, needed, candidates, self._update_expert_num)
+        return choose_swaps(
+            scores, slot_of, free_slots, needed, candidates, self._update_expert_num, self._policy.margin
+        )
 
 
 def heaviest(ids: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:

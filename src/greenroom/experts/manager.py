@@ -34,8 +34,8 @@ class OffloadManager:
         tier: DeviceTier,
         num_slots: list[int],
         policy: Policy,
-        cache_topk: int = 2,
-        update_expert_num: int = 2,
+        cache_topk: int,
+        update_expert_num: int,
         costs: CostModel | None = None,
     ) -> None:
         """

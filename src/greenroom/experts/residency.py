@@ -24,12 +24,13 @@ def choose_swaps(
     needed: np.ndarray,
     candidates: np.ndarray,
     limit: int,
+    margin: float = 1.0,
 ) -> list[Swap]:
     """Decides one layer's changes of residency after a step.
 
     Candidates fill free slots first, the best first and without limit. Then, at most ``limit`` times,
     the best remaining candidate replaces the resident with the lowest score, as long as its own is
-    higher. Ties go to the lower expert id.
+    more than ``margin`` times that. Ties go to the lower expert id.
 
     Args:
         scores: float [experts].
@@ -38,6 +39,7 @@ def choose_swaps(
         needed: bool [experts], experts that this step used; they are never victims.
         candidates: bool [experts], absent experts that this step may admit.
         limit: replacements at most.
+        margin: at least 1.
     """
     entering = np.flatnonzero(candidates & (slot_of == ABSENT))
     entering = entering[np.argsort(-scores[entering], kind="stable")]
@@ -48,7 +50,7 @@ def choose_swaps(
     leaving = np.flatnonzero((slot_of != ABSENT) & ~needed)
     leaving = leaving[np.argsort(scores[leaving], kind="stable")]
     for expert, victim in zip(entering[filled : filled + limit], leaving, strict=False):
-        if scores[expert] <= scores[victim]:
+        if scores[expert] <= margin * scores[victim]:
             break
         swaps.append(Swap(int(expert), int(slot_of[victim]), int(victim)))
     return swaps
