@@ -152,6 +152,19 @@ def test_shapes(
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.label)
+@pytest.mark.parametrize("tokens", [16, 17, 32, 48, 63, 64, 65, 112, 129])
+@pytest.mark.parametrize("hidden", [64, 80, 95, 97])
+def test_every_number_of_token_tiles(engines: Engines, isa: Isa, tokens: int, hidden: int) -> None:
+    """AMX takes up to four tiles of 16 tokens at a time, and the second projection's rows in interleaved pairs of
+    16: whole pairs, a part of one, and an odd number of rows."""
+    batch = Batch(ExpertFormat(hidden, 96, torch.bfloat16, SILU, bias=True), 1, 1, tokens, seed=tokens)
+    batch.ids.zero_()
+    one = batch.run(engines.get(1, isa))
+    batch.check(one, isa)
+    assert torch.equal(batch.run(engines.get(3, isa)), one)
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.label)
 def test_wide_experts_with_many_tokens(engines: Engines, isa: Isa) -> None:
     """More hidden bytes than one pass of AMX takes, more rows than one block, more claims than one a thread."""
     format = ExpertFormat(2048, 160, torch.bfloat16, SILU)

@@ -17,9 +17,12 @@ namespace {
 constexpr int32_t kTile = 16;          // rows, and tokens
 constexpr int32_t kInner = 32;         // bf16 elements in a tile's row
 constexpr int64_t kTileBytes = 1024;
+constexpr int32_t kTokenTiles = 4;  // multiplied with each tile of weights
+constexpr int32_t kStepsAhead = 8;  // distance of the software prefetch, in tiles along the inner dimension
+
 struct alignas(64) Scratch {
-  float c[2][2][kTile * kTile];  // [row tile][token tile][row][token]
-  uint8_t edge[2][kTileBytes];   // zero-padded weights
+  float c[2][kTokenTiles][kTile * kTile];  // [row tile][token tile][row][token]
+  uint8_t edge[kTileBytes];                // zero-padded weights
 };
 
 inline int32_t tiles_of(int32_t count, int32_t size) { return (count + size - 1) / size; }
@@ -68,86 +71,109 @@ inline void transpose(__m512i r[16]) {
   }
 }
 
-// Two blocks of up to 16 weight rows each, and what to read after them.
-struct WeightTiles {
-  const uint8_t *block[2];
-  int32_t rows[2];
+// Up to 16 weight rows.
+//
+// A line of cold weights is asked for once and then meets all four token tiles, along the rows themselves: on Sapphire
+// Rapids 16 rows read side by side came faster than the same bytes one after another.
+struct WeightTile {
+  const uint8_t *block;
+  int64_t pitch;  // bytes from row to row
+  int32_t rows;   // <= 0: none
   int32_t inner;
-  // The blocks that come next, fetched into the L2 cache while these are computed: an equal part of them with
-  // each pair of token tiles, so that memory is kept busy all the time. null: nothing.
-  const uint8_t *ahead[2];
-  int32_t ahead_lines;  // cache lines of each block in one step along the inner dimension
+  const uint8_t *after;  // the rows that are read next, as far apart; null: nothing
+  bool cold;             // likely not in a cache
 };
 
-// What to prefetch with pair number `pair` of `pairs`.
-inline void set_ahead(WeightTiles &w, const uint8_t *ahead, int64_t second, int32_t pair, int32_t pairs) {
-  w.ahead_lines = tiles_of(kTile, pairs);
-  const bool any = ahead && pair * w.ahead_lines < kTile;
-  const int64_t done = static_cast<int64_t>(pair) * w.ahead_lines * (w.inner / kInner) * 64;
-  w.ahead[0] = any ? ahead + done : nullptr;
-  w.ahead[1] = any ? ahead + second + done : nullptr;
-}
-
-inline void copy_edge(const WeightTiles &w, int which, int32_t k, uint8_t *edge) {
-  const int64_t pitch = static_cast<int64_t>(w.inner) * 2;
+inline void copy_edge(const WeightTile &w, int32_t k, uint8_t *edge) {
   const __mmask32 mask = w.inner - k >= kInner ? ~__mmask32{0} : (__mmask32{1} << (w.inner - k)) - 1;
   for (int32_t r = 0; r < kTile; ++r) {
-    const __m512i row = r < w.rows[which]
-                            ? _mm512_maskz_loadu_epi16(mask, w.block[which] + r * pitch + 2 * static_cast<int64_t>(k))
-                            : _mm512_setzero_si512();
+    const __m512i row = r < w.rows ? _mm512_maskz_loadu_epi16(mask, w.block + r * w.pitch + 2 * static_cast<int64_t>(k))
+                                   : _mm512_setzero_si512();
     _mm512_store_si512(edge + 64 * r, row);
   }
 }
 
-// Tiles 0-3 are sums [row tile][token tile], 4-5 weights, 6-7 tokens.
-template <int RowTiles, int TokenTiles>
-inline void multiply_tiles() {
-  _tile_dpbf16ps(0, 4, 6);
-  if constexpr (TokenTiles > 1) _tile_dpbf16ps(1, 4, 7);
-  if constexpr (RowTiles > 1) _tile_dpbf16ps(2, 5, 6);
-  if constexpr (RowTiles > 1 && TokenTiles > 1) _tile_dpbf16ps(3, 5, 7);
+template <bool Cold>
+inline void prefetch_rows(const uint8_t *at, int64_t pitch, int32_t first) {
+  if constexpr (Cold)
+    for (int32_t r = first; r < first + 4; ++r) __builtin_prefetch(at + r * pitch, 0, 2);
 }
 
-// scratch.c = weights x tokens; b: [token tile][inner tile], b_pitch bytes between token tiles.
-template <int RowTiles, int TokenTiles>
-inline void tile_product(const WeightTiles &w, const uint8_t *b, int64_t b_pitch, Scratch &scratch) {
-  const int64_t pitch = static_cast<int64_t>(w.inner) * 2;
-  const bool whole_rows = w.rows[0] == kTile && (RowTiles == 1 || w.rows[1] == kTile);
-  const int32_t whole = whole_rows ? w.inner / kInner : 0;
+// Tiles 0-3 += tile 4 x `Tiles` token tiles; tiles 5-7 take tokens in turn. Tile loads from memory hardly overlap with
+// the products before them, so the weights must be on their way by then. Their prefetches are spread among the
+// products: in one burst they would hold the line fill buffers that the tokens need.
+template <int Tiles, bool Cold>
+inline void multiply_tiles(const uint8_t *b, int64_t b_pitch, const uint8_t *ahead, int64_t pitch) {
+  prefetch_rows<Cold>(ahead, pitch, 0);
+  _tile_loadd(5, b, 64);
+  _tile_dpbf16ps(0, 4, 5);
+  prefetch_rows<Cold>(ahead, pitch, 4);
+  if constexpr (Tiles > 1) {
+    _tile_loadd(6, b + b_pitch, 64);
+    _tile_dpbf16ps(1, 4, 6);
+  }
+  prefetch_rows<Cold>(ahead, pitch, 8);
+  if constexpr (Tiles > 2) {
+    _tile_loadd(7, b + 2 * b_pitch, 64);
+    _tile_dpbf16ps(2, 4, 7);
+  }
+  prefetch_rows<Cold>(ahead, pitch, 12);
+  if constexpr (Tiles > 3) {
+    _tile_loadd(5, b + 3 * b_pitch, 64);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+}
+
+template <int Tiles, bool Cold>
+inline void tile_sums(const WeightTile &w, const uint8_t *b, int64_t b_pitch, float (*c)[kTile * kTile],
+                      uint8_t *edge) {
+  const int32_t whole = w.rows == kTile ? w.inner / kInner : 0;
   const int32_t tiles = tiles_of(w.inner, kInner);
   memory_barrier();
   _tile_zero(0);
-  if constexpr (TokenTiles > 1) _tile_zero(1);
-  if constexpr (RowTiles > 1) _tile_zero(2);
-  if constexpr (RowTiles > 1 && TokenTiles > 1) _tile_zero(3);
-  for (int32_t k = 0; k < whole; ++k) {
-    if (w.ahead[0])
-      for (int32_t line = 0; line < w.ahead_lines; ++line) {
-        const int64_t at = 64 * (static_cast<int64_t>(k) * w.ahead_lines + line);
-        __builtin_prefetch(w.ahead[0] + at, 0, 2);
-        if constexpr (RowTiles > 1) __builtin_prefetch(w.ahead[1] + at, 0, 2);
-      }
-    _tile_loadd(4, w.block[0] + 64 * static_cast<int64_t>(k), pitch);
-    if constexpr (RowTiles > 1) _tile_loadd(5, w.block[1] + 64 * static_cast<int64_t>(k), pitch);
-    _tile_loadd(6, b + k * kTileBytes, 64);
-    if constexpr (TokenTiles > 1) _tile_loadd(7, b + b_pitch + k * kTileBytes, 64);
-    multiply_tiles<RowTiles, TokenTiles>();
+  if constexpr (Tiles > 1) _tile_zero(1);
+  if constexpr (Tiles > 2) _tile_zero(2);
+  if constexpr (Tiles > 3) _tile_zero(3);
+  const uint8_t *a = w.block;
+  for (int32_t k = 0; k < whole; ++k, a += 64, b += kTileBytes) {
+    const uint8_t *ahead = a + 64 * kStepsAhead;
+    if (k + kStepsAhead >= whole) ahead = w.after ? w.after + 64 * (k + kStepsAhead - whole) : a;
+    _tile_loadd(4, a, w.pitch);
+    multiply_tiles<Tiles, Cold>(b, b_pitch, ahead, w.pitch);
   }
-  for (int32_t k = whole; k < tiles; ++k) {
-    for (int which = 0; which < RowTiles; ++which) copy_edge(w, which, k * kInner, scratch.edge[which]);
+  for (int32_t k = whole; k < tiles; ++k, b += kTileBytes) {
+    copy_edge(w, k * kInner, edge);
     memory_barrier();
-    _tile_loadd(4, scratch.edge[0], 64);
-    if constexpr (RowTiles > 1) _tile_loadd(5, scratch.edge[1], 64);
-    _tile_loadd(6, b + k * kTileBytes, 64);
-    if constexpr (TokenTiles > 1) _tile_loadd(7, b + b_pitch + k * kTileBytes, 64);
-    multiply_tiles<RowTiles, TokenTiles>();
+    _tile_loadd(4, edge, 64);
+    multiply_tiles<Tiles, false>(b, b_pitch, nullptr, 0);
     memory_barrier();
   }
-  _tile_stored(0, scratch.c[0][0], 64);
-  if constexpr (TokenTiles > 1) _tile_stored(1, scratch.c[0][1], 64);
-  if constexpr (RowTiles > 1) _tile_stored(2, scratch.c[1][0], 64);
-  if constexpr (RowTiles > 1 && TokenTiles > 1) _tile_stored(3, scratch.c[1][1], 64);
+  _tile_stored(0, c[0], 64);
+  if constexpr (Tiles > 1) _tile_stored(1, c[1], 64);
+  if constexpr (Tiles > 2) _tile_stored(2, c[2], 64);
+  if constexpr (Tiles > 3) _tile_stored(3, c[3], 64);
   memory_barrier();
+}
+
+template <int Tiles>
+inline void tile_sums(const WeightTile &w, const uint8_t *b, int64_t b_pitch, float (*c)[kTile * kTile],
+                      uint8_t *edge) {
+  if (w.cold)
+    tile_sums<Tiles, true>(w, b, b_pitch, c, edge);
+  else
+    tile_sums<Tiles, false>(w, b, b_pitch, c, edge);
+}
+
+// c[token tile] = weights x tokens, for 1 to 4 token tiles; b: [token tile][inner tile], b_pitch bytes between token
+// tiles.
+inline void tile_product(const WeightTile &w, const uint8_t *b, int64_t b_pitch, int32_t tiles,
+                         float (*c)[kTile * kTile], uint8_t *edge) {
+  switch (tiles) {
+    case 1: return tile_sums<1>(w, b, b_pitch, c, edge);
+    case 2: return tile_sums<2>(w, b, b_pitch, c, edge);
+    case 3: return tile_sums<3>(w, b, b_pitch, c, edge);
+    default: return tile_sums<4>(w, b, b_pitch, c, edge);
+  }
 }
 
 }  // namespace

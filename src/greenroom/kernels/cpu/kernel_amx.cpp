@@ -12,14 +12,14 @@ const int32_t amx_min_tokens = 2;
 namespace {
 
 constexpr int64_t kPackedBytes = 1 << 20;  // hidden rows of one pass
-// Weights that stay in the L2 cache while all tokens pass by, beside the next ones and two tiles of tokens. The cache
-// is taken for 1 MiB: two hardware threads often share one of 2.
+// Weights that stay in the L2 cache while all tokens pass by, beside four tiles of tokens. The cache is taken for
+// 1 MiB: two hardware threads often share one of 2.
 constexpr int64_t kHeldBytes = 256 << 10;
 
-// Token tiles in one pass over an expert's rows; even, so that two can be taken at a time.
+// Token tiles in one pass over an expert's rows: a multiple of those in one product.
 inline int32_t pass_tiles(int32_t inner) {
-  const int64_t tiles = kPackedBytes / (kTileBytes * tiles_of(inner, kInner)) / 2 * 2;
-  return static_cast<int32_t>(tiles < 2 ? 2 : tiles);
+  const int64_t tiles = kPackedBytes / (kTileBytes * tiles_of(inner, kInner)) / kTokenTiles * kTokenTiles;
+  return static_cast<int32_t>(tiles < kTokenTiles ? kTokenTiles : tiles);
 }
 
 // Rows in steps of `step` whose weights, `bytes` a step, are held together.
@@ -114,45 +114,60 @@ void amx_up(const Group *group, int32_t first, int32_t last, const uint8_t *next
     const int32_t end = last < f.inter ? last : tiles_of(f.inter, kInner) * kInner;
     const int32_t held = held_rows(step, 2 * kTile * pitch);
     for (int32_t begin = first; begin < end; begin += held)
-      for (int32_t t = 0; t < tiles; t += 2)
+      for (int32_t t = 0; t < tiles; t += kTokenTiles)
         for (int32_t row = begin; row < end && row < begin + held; row += step) {
-          WeightTiles w;
-          w.inner = f.hidden;
-          w.block[0] = matrix + row * pitch;
-          w.block[1] = w.block[0] + second;
-          w.rows[0] = smaller(kTile, f.inter - row);
-          w.rows[1] = f.gated ? w.rows[0] : smaller(kTile, f.inter - row - kTile);
-          set_ahead(w, row + held < last ? w.block[0] + held * pitch : next, second, t / 2, tiles_of(tiles, 2));
-          const int32_t token_tiles = smaller(tiles - t, 2);
+          const int32_t token_tiles = smaller(tiles - t, kTokenTiles);
           const uint8_t *b = packed + t * token_pitch;
-          if (token_tiles == 2)
-            tile_product<2, 2>(w, b, token_pitch, scratch);
-          else
-            tile_product<2, 1>(w, b, token_pitch, scratch);
+          const uint8_t *rows = matrix + row * pitch;
+          const uint8_t *after = row + step < last ? rows + step * pitch : next;
+          const WeightTile w0{rows, pitch, smaller(kTile, f.inter - row), f.hidden, rows + second, t == 0};
+          const WeightTile w1{rows + second, pitch, f.gated ? w0.rows : smaller(kTile, f.inter - row - kTile), f.hidden,
+                              after, t == 0};
+          tile_product(w0, b, token_pitch, token_tiles, scratch.c[0], scratch.edge);
+          tile_product(w1, b, token_pitch, token_tiles, scratch.c[1], scratch.edge);
           for (int32_t n = 0; n < token_tiles; ++n)
             store_activations(f, scratch, n, bias, row, group->act + (pass + t + n) * act_pitch);
         }
   }
 }
 
-// sums[token, 0:rows] += weight * (c[:, token] + bias[row:row + rows]), tokens in their order.
-inline void add_to_sums(const Group &group, const float *c, int32_t token, int32_t row, int32_t rows,
+// Up to 16 biases.
+inline __m512 load_biases(const Bf16 *bias, __mmask16 mask) {
+  const __m256i words = _mm256_maskz_loadu_epi16(mask, reinterpret_cast<const uint16_t *>(bias));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+
+inline void add_weighted(float *sum, __mmask16 mask, __m512 value, float weight) {
+  const __m512 old = _mm512_maskz_loadu_ps(mask, sum);
+  _mm512_mask_storeu_ps(sum, mask, _mm512_fmadd_ps(_mm512_set1_ps(weight), value, old));
+}
+
+// sums[token, 0:rows] += weight * (c[:, token] + bias[0:rows]), tokens in their order, for up to 32 rows: those with
+// even numbers are in `even`, the others in `odd`.
+inline void add_to_sums(const Group &group, const float *even, const float *odd, int32_t token, int32_t rows,
                         const Bf16 *bias, float *sums, int64_t sums_pitch) {
-  const __mmask16 mask = static_cast<__mmask16>((1u << rows) - 1);
-  __m512i r[kTile];
-  for (int i = 0; i < kTile; ++i) r[i] = _mm512_load_si512(c + kTile * i);
-  transpose(r);
-  __m512 b = _mm512_setzero_ps();
+  alignas(64) static constexpr int32_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 16);
+  const __mmask16 mask[2] = {static_cast<__mmask16>(rows < 16 ? (1u << rows) - 1 : 0xffffu),
+                             static_cast<__mmask16>(rows < 16 ? 0u : (1u << (rows - 16)) - 1)};
+  __m512i r[2][kTile];
+  for (int i = 0; i < kTile; ++i) {
+    r[0][i] = _mm512_load_si512(even + kTile * i);
+    r[1][i] = _mm512_load_si512(odd + kTile * i);
+  }
+  transpose(r[0]);
+  transpose(r[1]);
+  __m512 b[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   if (bias)
-    b = _mm512_castsi512_ps(_mm512_slli_epi32(
-        _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, reinterpret_cast<const uint16_t *>(bias) + row)), 16));
+    for (int i = 0; i < 2; ++i) b[i] = load_biases(bias + kTile * i, mask[i]);
   const int32_t tokens = smaller(group.count - token, kTile);
   for (int32_t n = 0; n < tokens; ++n) {
     const Pair pair = group.pairs[token + n];
     float *sum = sums + pair.token * sums_pitch;
-    const __m512 value = _mm512_add_ps(_mm512_castsi512_ps(r[n]), b);
-    const __m512 old = _mm512_maskz_loadu_ps(mask, sum);
-    _mm512_mask_storeu_ps(sum, mask, _mm512_fmadd_ps(_mm512_set1_ps(pair.weight), value, old));
+    const __m512 c[2] = {_mm512_castsi512_ps(_mm512_permutex2var_epi32(r[0][n], low, r[1][n])),
+                         _mm512_castsi512_ps(_mm512_permutex2var_epi32(r[0][n], high, r[1][n]))};
+    for (int i = 0; i < 2; ++i) add_weighted(sum + kTile * i, mask[i], _mm512_add_ps(c[i], b[i]), pair.weight);
   }
 }
 
@@ -164,40 +179,31 @@ void amx_down(const Group *group, int32_t first, int32_t last, float *sums, int6
   const Bf16 *bias = f.has_bias ? reinterpret_cast<const Bf16 *>(group->block + f.down_bias) : nullptr;
   const int64_t act_pitch = tiles_of(f.inter, kInner) * kTileBytes;
   const int32_t tiles = tiles_of(group->count, kTile);
+  constexpr int32_t step = 2 * kTile;
   const TileScope scope;
-  const int32_t held = held_rows(2 * kTile, 2 * kTile * pitch);
+  const int32_t held = held_rows(step, step * pitch);
   for (int32_t begin = first; begin < last; begin += held)
-    for (int32_t t = 0; t < tiles; t += 2)
-      for (int32_t row = begin; row < last && row < begin + held; row += 2 * kTile) {
-        WeightTiles w;
-        w.inner = f.inter;
-        w.block[0] = group->block + f.down + row * pitch;
-        w.block[1] = w.block[0] + kTile * pitch;
-        w.rows[0] = smaller(kTile, last - row);
-        w.rows[1] = smaller(kTile, last - row - kTile);  // may be <= 0
-        const uint8_t *ahead = next ? next + (row - begin) * pitch : nullptr;
-        if (row + held < last) ahead = w.block[0] + held * pitch;
-        set_ahead(w, ahead, kTile * pitch, t / 2, tiles_of(tiles, 2));
-        const int32_t row_tiles = w.rows[1] > 0 ? 2 : 1;
-        const int32_t token_tiles = smaller(tiles - t, 2);
+    for (int32_t t = 0; t < tiles; t += kTokenTiles)
+      for (int32_t row = begin; row < last && row < begin + held; row += step) {
+        // One tile takes every other row, its neighbour those between: memory answers faster when the rows of a
+        // tile, which are fetched together, are spread over more pages.
+        const int32_t rows = smaller(step, last - row);
+        const uint8_t *even = group->block + f.down + row * pitch;
+        const uint8_t *after = row + step < last ? even + step * pitch : next;
+        const WeightTile w0{even, 2 * pitch, (rows + 1) / 2, f.inter, even + pitch, t == 0};
+        const WeightTile w1{even + pitch, 2 * pitch, rows / 2, f.inter, after, t == 0};
+        const int32_t token_tiles = smaller(tiles - t, kTokenTiles);
         const uint8_t *b = group->act + t * act_pitch;
-        if (row_tiles == 2 && token_tiles == 2)
-          tile_product<2, 2>(w, b, act_pitch, scratch);
-        else if (row_tiles == 2)
-          tile_product<2, 1>(w, b, act_pitch, scratch);
-        else if (token_tiles == 2)
-          tile_product<1, 2>(w, b, act_pitch, scratch);
-        else
-          tile_product<1, 1>(w, b, act_pitch, scratch);
+        tile_product(w0, b, act_pitch, token_tiles, scratch.c[0], scratch.edge);
+        tile_product(w1, b, act_pitch, token_tiles, scratch.c[1], scratch.edge);
         for (int32_t n = 0; n < token_tiles; ++n)
-          for (int32_t i = 0; i < row_tiles; ++i)
-            add_to_sums(*group, scratch.c[i][n], (t + n) * kTile, row + i * kTile, w.rows[i], bias,
-                        sums + (row - first) + i * kTile, sums_pitch);
+          add_to_sums(*group, scratch.c[0][n], scratch.c[1][n], (t + n) * kTile, rows, bias ? bias + row : nullptr,
+                      sums + (row - first), sums_pitch);
       }
 }
 
 }  // namespace
 
-const Kernel amx_kernel = {kInner, kTile, amx_act_bytes, amx_scratch_bytes, amx_up, amx_down};
+const Kernel amx_kernel = {kInner, 2 * kTile, amx_act_bytes, amx_scratch_bytes, amx_up, amx_down};
 
 }  // namespace greenroom

@@ -16,7 +16,7 @@ constexpr int64_t kUpShare = 4;  // an up unit is what is left / (4 * threads); 
 // A down unit sums in scratch, tokens close together, and copies to the output at the end: in the output itself the
 // tokens lie a power of two apart as a rule, and would push each other out of the cache.
 constexpr int64_t kSumBytes = int64_t{5} << 19;
-constexpr int64_t kMaxDownRows = 128;
+constexpr int64_t kMaxDownRows = 256;
 constexpr int32_t kMaxWidth = 1 << 30;  // row numbers plus a block must fit 32 bits
 
 [[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
