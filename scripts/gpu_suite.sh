@@ -24,10 +24,10 @@ build >"$out/build.log" 2>&1 || { tail -20 "$out/build.log"; exit 1; }
 
 bench() { timeout 90 python3 -m greenroom bench "$@" --json | tee -a "$out/bench.jsonl"; }
 
-timeout 200 python3 -m pytest -q -n 5 -p no:cacheprovider --durations=5 >"$out/tests.log" 2>&1
+timeout 200 python3 -m pytest -q -n 8 -p no:cacheprovider --durations=5 >"$out/tests.log" 2>&1
 grep -vE 'Loading weights|Writing model' "$out/tests.log" | tail -30
 bench bandwidth
-for tokens in 1 16 64 256 1024 4096; do bench experts --tokens $tokens; done
+for tokens in 1 16 1024 64 256 4096; do bench experts --tokens $tokens; done
 bench decode --batch 1
 bench prefill --tokens 512
 bench decode --batch 16
