@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Builds the CPU engine, times the parts and runs every test, on a machine with a GPU and no network.
+# Builds the CPU engine, then runs every test or times the parts, on a machine with a GPU and no network.
 # Needs python3 with torch, transformers, typer, rich, pytest, pytest-xdist, hypothesis, cmake and ninja.
-# Usage: scripts/gpu_suite.sh OUTPUT_FOLDER [COMMIT]
+# Usage: scripts/gpu_suite.sh tests|experts|model|all OUTPUT_FOLDER
 set -uo pipefail
-out=${1:?output folder}
+what=${1:?tests, experts, model or all}
+out=${2:?output folder}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+wanted() { [ "$what" = all ] || [ "$what" = "$1" ]; }
 
 build() {
   cmake -S src/greenroom/kernels/cpu -B build/gpu-suite -G Ninja -DCMAKE_BUILD_TYPE=Release &&
@@ -16,7 +18,6 @@ build() {
 build >"$out/build.log" 2>&1 || { tail -20 "$out/build.log"; exit 1; }
 
 {
-  echo "commit ${2:-$(git rev-parse --short HEAD 2>/dev/null)}"
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
   lscpu | grep -E 'Model name|^CPU\(s\)'
   python3 -c 'import sys, torch, transformers as t; print("python", sys.version.split()[0], "torch", torch.__version__, "transformers", t.__version__)'
@@ -24,12 +25,21 @@ build >"$out/build.log" 2>&1 || { tail -20 "$out/build.log"; exit 1; }
 
 bench() { timeout 90 python3 -m greenroom bench "$@" --json | tee -a "$out/bench.jsonl"; }
 
-timeout 200 python3 -m pytest -q -n 8 -p no:cacheprovider --durations=5 >"$out/tests.log" 2>&1
-grep -vE 'Loading weights|Writing model' "$out/tests.log" | tail -30
-bench bandwidth
-for tokens in 1 16 1024 64 256 4096; do bench experts --tokens $tokens; done
-bench decode --batch 1
-bench prefill --tokens 512
-bench decode --batch 16
-bench prefill --tokens 3900
-bench decode --batch 1 --cache-expert-num 128
+status=0
+if wanted tests; then
+  # -v names each test as it ends, so that a log which is cut short still says what ran.
+  python3 -m pytest -v -n 8 -p no:cacheprovider --durations=10 >"$out/tests.log" 2>&1 || status=1
+  grep -E 'FAILED|ERROR|crashed|Fatal|passed|failed' "$out/tests.log" | tail -30
+fi
+if wanted experts; then
+  bench bandwidth
+  for tokens in 1 16 64 256 1024 4096; do bench experts --tokens $tokens; done
+fi
+if wanted model; then
+  bench decode --batch 1
+  bench prefill --tokens 512
+  bench decode --batch 16
+  bench prefill --tokens 3900
+  bench decode --batch 1 --cache-expert-num 128
+fi
+exit $status
