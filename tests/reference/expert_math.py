@@ -22,12 +22,12 @@ def expert_float64(x: torch.Tensor, expert: int, views: ExpertViews, fmt: Expert
     projected = views.up[expert].double() @ x
     if views.up_bias is not None:
         projected = projected + views.up_bias[expert].double()
-    inner = _activate(projected, fmt)
+    inner = activate_float64(projected, fmt)
     out = views.down[expert].double() @ inner
     return out if views.down_bias is None else out + views.down_bias[expert].double()
 
 
-def _activate(projected: torch.Tensor, fmt: ExpertFormat) -> torch.Tensor:
+def activate_float64(projected: torch.Tensor, fmt: ExpertFormat) -> torch.Tensor:
     a = fmt.activation
     gate = torch.clamp(projected[: fmt.inter], max=a.limit)
     up = torch.clamp(projected[fmt.inter :], -a.limit, a.limit)
