@@ -1,0 +1,55 @@
+"""Random batches with their check, and engines that tests share."""
+
+import math
+
+import torch
+
+from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from tests.kernels.reference import Experts, expert_outputs
+
+SILU = Activation(ActivationKind.SILU)
+
+
+class Batch:
+    """Random experts, tokens and routing, with sentinels and repeated experts in it."""
+
+    def __init__(self, format: ExpertFormat, experts: int, topk: int, tokens: int, seed: int, offset: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.format = format
+        self.experts = Experts(format, experts, generator, offset)
+        self.hidden = torch.randn(tokens, format.hidden, generator=generator).to(format.dtype)
+        self.ids = torch.randint(-1, experts + 2, (tokens, topk), generator=generator, dtype=torch.int32)
+        self.weights = torch.rand(tokens, topk, generator=generator) + 0.1
+
+    def run(self, engine: CpuExperts) -> torch.Tensor:
+        """The engine's output, written over NaN."""
+        out = torch.full((self.hidden.shape[0], self.format.hidden), math.nan)
+        engine.run(self.format, self.experts.addresses, self.hidden, self.ids, self.weights, out)
+        return out
+
+    def check(self, out: torch.Tensor, isa: Isa) -> None:
+        """Fails if ``out`` is further from the float64 model than rounding explains."""
+        reference, size = expert_outputs(self.experts, self.hidden, self.ids, self.weights)
+        # These two round activations to bf16, 2^-9 of each; the others keep fp32 throughout.
+        rounded = self.format.dtype is torch.bfloat16 and isa >= Isa.AVX512_BF16
+        error = (out.double() - reference).abs()
+        bound = size * (2**-8 if rounded else 1e-5) + 1e-30
+        assert bool((error <= bound).all()), f"{isa.label}: error {float((error / bound).max()):.3g} of the bound"
+
+
+class Engines:
+    """Engines by threads and instruction set, created when first asked for."""
+
+    def __init__(self) -> None:
+        self._engines: dict[tuple[int, Isa], CpuExperts] = {}
+
+    def get(self, threads: int, isa: Isa) -> CpuExperts:
+        key = (threads, isa)
+        if key not in self._engines:
+            self._engines[key] = CpuExperts(threads, isa=isa)
+        return self._engines[key]
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
