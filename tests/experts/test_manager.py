@@ -157,6 +157,15 @@ def test_experts_outside_a_step_and_steps_inside_a_step_are_refused():
     assert len(errors) == 1
 
 
+def test_a_step_that_cannot_begin_does_not_block_the_next():
+    driver = Driver(4, 1)
+    real, driver.tier.begin_step = driver.tier.begin_step, lambda slot_of: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        driver.manager.begin_step()
+    driver.tier.begin_step = real
+    driver.step(1, 1)
+
+
 def test_close_is_idempotent():
     driver = Driver(4, 2)
     driver.step(1, 1)

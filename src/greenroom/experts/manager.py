@@ -100,9 +100,13 @@ class OffloadManager:
         """
         if not self._step_lock.acquire(blocking=False):
             raise RuntimeError("a step is running already; one thread at a time may run the model")
-        for write in self.tier.landed_writes():
-            self.cache.map_landed(write)
-        self.tier.begin_step(self.cache.slot_of)
+        try:
+            for write in self.tier.landed_writes():
+                self.cache.map_landed(write)
+            self.tier.begin_step(self.cache.slot_of)
+        except BaseException:
+            self._step_lock.release()
+            raise
         self._valid_rows = valid_rows
 
     def record(self, layer: int, routing: HostRouting, plan: Dispatch) -> None:
