@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from greenroom.config import OffloadConfig
 from greenroom.engine.attach import RoutedExperts
 from greenroom.engine.offload import close, offload_of
 from greenroom.errors import ConfigError
+from tests.reference.native_threads import engine_tasks
 
 CPU = OffloadConfig(device="cpu", cache_expert_num=0)
 
@@ -130,10 +130,7 @@ def test_bandwidth_is_no_more_than_the_machine_has():
 
 
 def test_a_refused_benchmark_ends_its_threads():
-    def native_threads() -> int:
-        return sum("greenroom" in (t / "comm").read_text() for t in Path("/proc/self/task").iterdir())
-
-    before = native_threads()
+    before = len(engine_tasks())
     with pytest.raises(ConfigError):
         bench_decode("small", 1, CPU, "no such trace.npy")
-    assert native_threads() == before
+    assert len(engine_tasks()) == before

@@ -15,6 +15,7 @@ from greenroom import hardware
 from greenroom.engine import offload
 from greenroom.errors import CheckpointError, ConfigError, GreenroomError, MemoryLimitError, UnsupportedModelError
 from tests.engine.offloaded import offloaded, random_ids, save_family
+from tests.reference.native_threads import engine_tasks
 from tests.reference.tokenizer import make_tokenizer
 
 
@@ -39,19 +40,13 @@ def edit_config(folder: Path, **changes) -> None:
 def refuse(folder: Path, error: type[GreenroomError], *words: str, **knobs) -> None:
     """Loading fails with one sentence that has all the words, and leaves no thread and no memory."""
     threads = threading.active_count()
-    engines = native_threads()
+    engines = len(engine_tasks())
     with pytest.raises(error) as caught:
         greenroom.load(folder, progress=False, device="cpu", **knobs)
     for word in words:
         assert word in str(caught.value), f"'{word}' is missing in: {caught.value}"
     assert threading.active_count() == threads
-    assert native_threads() == engines, "an engine was left running"
-
-
-def native_threads() -> int:
-    return sum(
-        "greenroom" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir() if task.exists()
-    )
+    assert len(engine_tasks()) == engines, "an engine was left running"
 
 
 def test_the_model_is_an_ordinary_transformers_model(folder):
@@ -79,7 +74,7 @@ def test_stats_reset_and_close(folder):
     assert greenroom.stats(model).total.misses == 0
     greenroom.close(model)
     greenroom.close(model)
-    assert native_threads() == 0
+    assert len(engine_tasks()) == 0
     with pytest.raises(RuntimeError, match="not loaded, or the model was closed"):
         model(random_ids(1, 5))
 

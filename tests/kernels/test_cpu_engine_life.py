@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.cpu import CpuExperts, Isa, supported_isas
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from tests.kernels.batches import SILU, Batch, Engines
+from tests.reference.native_threads import engine_tasks
 
 
 def test_errors_reach_the_caller(engines: Engines) -> None:
@@ -109,11 +109,11 @@ def test_engine_arguments() -> None:
         CpuExperts(0)
     with pytest.raises(ConfigError, match="core numbers"):
         CpuExperts(2, cores=[0])
-    before = threads_of_engines()
+    before = len(engine_tasks())
     for core in (-1, 1023, 1 << 20):
         with pytest.raises(EngineError, match=f"pinned to core {core}"):
             CpuExperts(1, cores=[core])
-    assert threads_of_engines() == before
+    assert len(engine_tasks()) == before
     with pytest.raises(ConfigError, match="portable"):
         Isa.parse("sse")
     assert Isa.parse("auto") is Isa.AUTO
@@ -195,18 +195,8 @@ def test_close_finishes_submitted_jobs() -> None:
         engine.submit(*args, outs[0])
 
 
-def engine_tasks() -> list[Path]:
-    """Directories of this process's engine threads."""
-    tasks = Path("/proc/self/task").iterdir()
-    return [task for task in tasks if (task / "comm").read_text().strip() == "greenroom-cpu"]
-
-
-def threads_of_engines() -> int:
-    return len(engine_tasks())
-
-
 def test_no_thread_survives_its_engine() -> None:
-    before = threads_of_engines()
+    before = len(engine_tasks())
     batch = Batch(ExpertFormat(33, 17, torch.float32, SILU), 2, 1, 2, seed=0)
     for i in range(60):
         engine = CpuExperts(3)
@@ -215,9 +205,9 @@ def test_no_thread_survives_its_engine() -> None:
         if i % 3 == 2:  # closed while its workers are busy
             out = torch.empty(2, 33)
             engine.submit(batch.format, batch.experts.addresses, batch.hidden, batch.ids, batch.weights, out)
-        assert threads_of_engines() == before + 3
+        assert len(engine_tasks()) == before + 3
         engine.close()
-        assert threads_of_engines() == before
+        assert len(engine_tasks()) == before
 
 
 def test_idle_workers_use_no_processor_time() -> None:

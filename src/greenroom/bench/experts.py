@@ -1,18 +1,17 @@
 """Time and accuracy of the CPU expert engine, beside torch on the same weights."""
 
-import mmap
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from greenroom.experts.cpu import CpuExperts, Isa
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat, ExpertViews
+from greenroom.experts.store import HostStore
 from greenroom.hardware import engine_cores
 
 _WARM_UP = 2
@@ -93,15 +92,15 @@ def run_expert_benchmark(
     threads, cores = engine_cores(threads, beside_gpu=torch.cuda.is_available())
     format = ExpertFormat(hidden, inter, dtype, Activation(ActivationKind.SILU))
     generator = torch.Generator().manual_seed(0)
-    blocks = _random_blocks(format, experts, generator)
-    views = format.views(blocks)
-    addresses = blocks.data_ptr() + np.arange(experts, dtype=np.uint64) * np.uint64(format.block_bytes)
+    store = HostStore([format], [experts])
+    views, addresses = store.views(0), store.addresses(0)
+    _fill(views, format, generator)
     out = torch.empty(tokens, hidden)
     engine_us, torch_us, touched = [], [], []
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with CpuExperts(threads, cores, Isa.parse(isa)) as engine:
+        with store, CpuExperts(threads, cores, Isa.parse(isa)) as engine:
 
             def native(batch: _Batch) -> None:
                 x, ids, weights = batch
@@ -164,17 +163,11 @@ def cpu_name() -> str:
     return "unknown"
 
 
-def _random_blocks(format: ExpertFormat, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Random expert blocks, uint8 [count, block_bytes], on huge pages where the system has them."""
-    memory = mmap.mmap(-1, count * format.block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    blocks = torch.frombuffer(memory, dtype=torch.uint8).view(count, format.block_bytes)
-    views = format.views(blocks)
-    for expert in range(count):
-        views.up[expert] = torch.randn(views.up.shape[1:], generator=generator) * format.hidden**-0.5
-        views.down[expert] = torch.randn(views.down.shape[1:], generator=generator) * format.inter**-0.5
-    return blocks
+def _fill(views: ExpertViews, format: ExpertFormat, generator: torch.Generator) -> None:
+    """Random weights, scaled so that outputs are of the order of inputs."""
+    for up, down in zip(views.up, views.down, strict=True):
+        up.copy_(torch.randn(up.shape, generator=generator) * format.hidden**-0.5)
+        down.copy_(torch.randn(down.shape, generator=generator) * format.inter**-0.5)
 
 
 def _random_batch(

@@ -27,7 +27,7 @@ def experts(
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens a call.")] = 1,
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads.")] = None,
     isa: options.Isa = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """The CPU expert engine alone, beside torch on the same weights. The shape defaults to Qwen3-30B-A3B's."""
     for name, value in (
@@ -72,11 +72,12 @@ Routing = Annotated[
     str,
     typer.Option("--routing", help="uniform (drawn afresh), own (the random model's) or a .npy trace to replay."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @app.command("bandwidth")
-def bandwidth(threads: options.ContextNumThreads = None, isa: options.Isa = "auto", as_json: AsJson = False) -> None:
+def bandwidth(
+    threads: options.ContextNumThreads = None, isa: options.Isa = "auto", as_json: options.AsJson = False
+) -> None:
     """Expert bytes a second that the CPU engine reads and that cross to the device, alone and together."""
     from greenroom.bench.bandwidth import measure_bandwidth
 
@@ -96,7 +97,7 @@ def decode(
     context_num_threads: options.ContextNumThreads = None,
     policy: options.Policy = OffloadConfig.policy,
     device: options.Device = OffloadConfig.device,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Decode speed of a model with random weights made in place."""
     from greenroom.bench.model import bench_decode
@@ -122,7 +123,7 @@ def prefill(
     cache_expert_num: options.CacheExpertNum = 0,
     context_num_threads: options.ContextNumThreads = None,
     device: options.Device = OffloadConfig.device,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Prefill speed of a model with random weights made in place."""
     from greenroom.bench.model import bench_prefill

@@ -26,7 +26,7 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Continue a prompt with a model whose experts are offloaded."""
     config = OffloadConfig(

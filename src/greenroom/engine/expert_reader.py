@@ -15,6 +15,7 @@ import torch
 
 from greenroom.engine.checkpoint import Checkpoint, TensorEntry
 from greenroom.engine.expert_keys import ExpertPiece, ExpertPlacements, Part
+from greenroom.engine.progress import Progress
 from greenroom.engine.spec import ExpertLayerSpec, ModelSpec
 from greenroom.errors import CheckpointError, UnsupportedModelError
 from greenroom.experts.formats import SUPPORTED_DTYPES, ExpertFormat
@@ -26,9 +27,6 @@ _BLOCK_ROWS = 64
 """Rows of a chunk come in multiples of this, which fills whole cache lines of a transposed target."""
 _TILE = 1 << 15
 """Elements of one copy. Above it torch brings in its own threads, which only get in these threads' way."""
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes to read)."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,3 @@ class ModelSpec:
     layers: tuple[ExpertLayerSpec, ...]
     other_bytes: int
     dtype: torch.dtype
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of all routed experts in the store."""
-        return sum(spec.num_experts * spec.format.block_bytes for spec in self.layers)

@@ -45,7 +45,7 @@ class ExpertCache:
         self.slot_of = np.full((layers, max(num_experts)), ABSENT, dtype=np.int32)
         self.expert_in = np.full((layers, max(num_slots)), ABSENT, dtype=np.int32)
         self.version = np.zeros((layers, max(num_slots)), dtype=np.int64)
-        self._writing: dict[tuple[int, int], int] = {}
+        self._writing: list[dict[int, int]] = [{} for _ in num_experts]  # of each layer, slot -> expert
 
     def layer_map(self, layer: int) -> np.ndarray:
         """int32 [experts]: a view of the layer's row of the map."""
@@ -58,7 +58,7 @@ class ExpertCache:
 
     def being_written(self, layer: int) -> list[int]:
         """Experts on their way into a slot of the layer."""
-        return [expert for (at, _), expert in self._writing.items() if at == layer]
+        return list(self._writing[layer].values())
 
     def unmap_and_write(self, layer: int, swap: Swap) -> SlotWrite:
         """Takes the victim out of the map and marks the slot as being written."""
@@ -70,12 +70,12 @@ class ExpertCache:
             self.slot_of[layer, swap.victim] = ABSENT
         self.expert_in[layer, swap.slot] = ABSENT
         self.version[layer, swap.slot] += 1
-        self._writing[layer, swap.slot] = swap.expert
+        self._writing[layer][swap.slot] = swap.expert
         return SlotWrite(layer, swap.slot, swap.expert)
 
     def map_landed(self, write: SlotWrite) -> None:
         """Puts an expert whose bytes have arrived into the map."""
-        if self._writing.pop((write.layer, write.slot), ABSENT) != write.expert:
+        if self._writing[write.layer].pop(write.slot, ABSENT) != write.expert:
             raise ValueError(f"{write} was not started")
         self.version[write.layer, write.slot] += 1
         self.expert_in[write.layer, write.slot] = write.expert
@@ -89,8 +89,8 @@ class ExpertCache:
                 assert slot == ABSENT or self.expert_in[layer, slot] == expert, f"layer {layer}: {expert} -> {slot}"
             for slot, expert in enumerate(self.expert_in[layer]):
                 assert expert == ABSENT or self.slot_of[layer, expert] == slot, f"layer {layer}: slot {slot}"
-                assert (self.version[layer, slot] % 2 == 1) == ((layer, slot) in self._writing), f"slot {slot}"
+                assert (self.version[layer, slot] % 2 == 1) == (slot in self._writing[layer]), f"slot {slot}"
                 assert expert == ABSENT or self.version[layer, slot] % 2 == 0, f"layer {layer}: slot {slot}"
-        for (layer, _), expert in self._writing.items():
-            assert self.slot_of[layer, expert] == ABSENT, f"layer {layer}: {expert} is mapped while being written"
-            assert self.being_written(layer).count(expert) == 1, f"layer {layer}: {expert} is written twice"
+            for expert in self.being_written(layer):
+                assert self.slot_of[layer, expert] == ABSENT, f"layer {layer}: {expert} is mapped while being written"
+                assert self.being_written(layer).count(expert) == 1, f"layer {layer}: {expert} is written twice"

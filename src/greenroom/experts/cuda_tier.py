@@ -14,6 +14,7 @@ Who orders what:
 """
 
 import statistics
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +75,7 @@ class CudaTier(DeviceTier):
         shape = (len(store), max(store.num_experts))
         self._map_twin = torch.full(shape, -1, dtype=torch.int32, pin_memory=True)
         self._map = torch.full(shape, -1, dtype=torch.int32, device=device)
-        self._writes: list[tuple[SlotWrite, torch.cuda.Event]] = []
+        self._writes: deque[tuple[SlotWrite, torch.cuda.Event]] = deque()
 
     @property
     def device_bytes(self) -> int:
@@ -194,7 +195,7 @@ class CudaTier(DeviceTier):
         landed = []
         # One stream runs the writes in order: the first one under way ends the search.
         while self._writes and (wait or self._writes[0][1].query()):
-            write, event = self._writes.pop(0)
+            write, event = self._writes.popleft()
             event.synchronize()
             landed.append(write)
         return landed
@@ -202,4 +203,5 @@ class CudaTier(DeviceTier):
     def close(self) -> None:
         if self._slots:
             torch.cuda.synchronize(self.device)
-        self._slots, self._buffers, self._writes = [], [], []
+        self._slots, self._buffers = [], []
+        self._writes.clear()
