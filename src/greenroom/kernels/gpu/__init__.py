@@ -1,0 +1,1 @@
+"""Triton kernels of a decode step. They know addresses and shapes, neither layers nor caches."""

@@ -1,0 +1,184 @@
+"""Experts of a small batch on the GPU, each wherever its block lies: a slot, or host memory read over PCIe.
+
+Each program reads its rows of one expert's weights once, for all tokens of the batch. Arithmetic on tokens
+that did not choose the expert is thrown away: it hides behind the weights' bytes up to some dozens of tokens.
+A batch of one takes products and sums instead of matrix units, which could not fill a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from greenroom.kernels.gpu.activations import gated, ungated
+
+
+@triton.jit
+def _rows_times_batch(
+    matrix,
+    batch,
+    first_row,
+    num_rows,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """float32 [BLOCK_ROWS, BLOCK_TOKENS]: rows from ``first_row`` of ``matrix`` [num_rows, WIDTH] times
+    ``batch`` [TOKENS, WIDTH] transposed."""
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    row_start = matrix + row.to(tl.int64)[:, None] * WIDTH
+    row_inside = row[:, None] < num_rows
+    if BLOCK_TOKENS == 1:
+        products = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
+        for first in tl.range(0, WIDTH, BLOCK_WIDTH):
+            inside = first + column < WIDTH
+            tile = tl.load(row_start + first + column[None, :], mask=row_inside & inside[None, :], other=0.0)
+            value = tl.load(batch + first + column, mask=inside, other=0.0)
+            products += tile.to(tl.float32) * value.to(tl.float32)[None, :]
+        return tl.sum(products, axis=1)[:, None]
+    else:
+        token = tl.arange(0, BLOCK_TOKENS)
+        sums = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+        for first in tl.range(0, WIDTH, BLOCK_WIDTH):
+            inside = first + column < WIDTH
+            tile = tl.load(row_start + first + column[None, :], mask=row_inside & inside[None, :], other=0.0)
+            values = tl.load(
+                batch + token[None, :] * WIDTH + (first + column)[:, None],
+                mask=(token[None, :] < TOKENS) & inside[:, None],
+                other=0.0,
+            )
+            if WIDEN:
+                tile, values = tile.to(tl.float32), values.to(tl.float32)
+            sums = tl.dot(tile, values, sums, input_precision="ieee")
+        return sums
+
+
+@triton.jit
+def up_kernel(
+    act,
+    hidden,
+    entry_address,
+    entry_num,
+    up_offset,
+    bias_offset,
+    alpha,
+    limit,
+    TOKENS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """First projection and activation. Grid (cdiv(INTER, BLOCK_ROWS), entries).
+
+    Args:
+        act: written: [entries, TOKENS, INTER] of the experts' dtype.
+        hidden: [TOKENS, HIDDEN] of the experts' dtype.
+        entry_address, entry_num: the experts to compute, as the dispatch kernel lists them.
+        up_offset, bias_offset: bytes from an expert's block to its first projection and that one's bias.
+        alpha, limit: of the activation.
+        WIDEN: feed matrix units float32; for Triton's interpreter, which multiplies no bfloat16.
+    """
+    entry = tl.program_id(1)
+    if entry < tl.load(entry_num):
+        block = tl.load(entry_address + entry)
+        dtype = hidden.dtype.element_ty
+        matrix = (block + up_offset).to(tl.pointer_type(dtype))
+        bias = (block + bias_offset).to(tl.pointer_type(dtype))
+        first_row = tl.program_id(0) * BLOCK_ROWS
+        row = first_row + tl.arange(0, BLOCK_ROWS)
+        inside = row < INTER
+        gate = _rows_times_batch(
+            matrix, hidden, first_row, INTER, TOKENS, HIDDEN, BLOCK_ROWS, BLOCK_TOKENS, BLOCK_WIDTH, WIDEN
+        )
+        if BIAS:
+            gate += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up = _rows_times_batch(
+                matrix + INTER * HIDDEN,
+                hidden,
+                first_row,
+                INTER,
+                TOKENS,
+                HIDDEN,
+                BLOCK_ROWS,
+                BLOCK_TOKENS,
+                BLOCK_WIDTH,
+                WIDEN,
+            )
+            if BIAS:
+                up += tl.load(bias + INTER + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+            value = gated(gate, up, alpha, limit, KIND, CLAMPED)
+        else:
+            value = ungated(gate, alpha, limit, KIND, CLAMPED)
+        token = tl.arange(0, BLOCK_TOKENS)
+        tl.store(
+            act + (entry * TOKENS + token[None, :]) * INTER + row[:, None],
+            value.to(dtype),
+            mask=inside[:, None] & (token[None, :] < TOKENS),
+        )
+
+
+@triton.jit
+def down_kernel(
+    partial,
+    act,
+    gpu_ids,
+    weights,
+    entry_address,
+    entry_expert,
+    entry_num,
+    down_offset,
+    bias_offset,
+    TOKENS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Second projection, weighted. Grid (cdiv(HIDDEN, BLOCK_ROWS), entries).
+
+    Args:
+        partial: written where ``gpu_ids`` names an entry: float32 [TOKENS, TOP_K, HIDDEN].
+        act: [entries, TOKENS, INTER] of the experts' dtype.
+        gpu_ids, weights: int32 and float32 [TOKENS, TOP_K].
+        entry_address, entry_expert, entry_num: as for ``up_kernel``.
+        down_offset, bias_offset: bytes from an expert's block to its second projection and that one's bias.
+    """
+    entry = tl.program_id(1)
+    if entry < tl.load(entry_num):
+        block = tl.load(entry_address + entry)
+        expert = tl.load(entry_expert + entry)
+        dtype = act.dtype.element_ty
+        matrix = (block + down_offset).to(tl.pointer_type(dtype))
+        first_row = tl.program_id(0) * BLOCK_ROWS
+        row = first_row + tl.arange(0, BLOCK_ROWS)
+        inside = row < HIDDEN
+        value = _rows_times_batch(
+            matrix, act + entry * TOKENS * INTER, first_row, HIDDEN, TOKENS, INTER, BLOCK_ROWS, BLOCK_TOKENS, BLOCK_WIDTH, WIDEN
+        )
+        if BIAS:
+            bias = (block + bias_offset).to(tl.pointer_type(dtype))
+            value += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+        token = tl.arange(0, BLOCK_TOKENS)
+        for k in tl.static_range(TOP_K):
+            pair = token * TOP_K + k
+            mine = (token < TOKENS) & (tl.load(gpu_ids + pair, mask=token < TOKENS, other=-1) == expert)
+            weight = tl.load(weights + pair, mask=mine, other=0.0)
+            tl.store(
+                partial + pair[None, :].to(tl.int64) * HIDDEN + row[:, None],
+                value * weight[None, :],
+                mask=inside[:, None] & mine[None, :],
+            )

@@ -1,0 +1,50 @@
+"""Makes a stream wait for a word in page-locked memory; captured in CUDA graphs like any other work."""
+
+import ctypes
+import functools
+import time
+
+import torch
+
+from greenroom.errors import EngineError
+
+_WAIT_EQUAL = 0x1
+_CPU_LIMIT_S = 60.0
+
+
+def wait_until_one(word: torch.Tensor, device: torch.device) -> None:
+    """Work enqueued behind this on the current stream of ``device`` starts once ``word`` is 1.
+
+    On a CPU device, where work is not enqueued but done, this blocks.
+
+    Args:
+        word: int32 [1], page-locked host memory.
+
+    Raises:
+        EngineError: the driver refused, or on a CPU device a minute has passed.
+    """
+    if device.type != "cuda":
+        _block(word)
+        return
+    stream = torch.cuda.current_stream(device).cuda_stream
+    error = _driver().cuStreamWaitValue32_v2(
+        ctypes.c_void_p(stream),
+        ctypes.c_uint64(word.data_ptr()),
+        ctypes.c_uint32(1),
+        ctypes.c_uint(_WAIT_EQUAL),
+    )
+    if error != 0:
+        raise EngineError(f"the driver cannot let a stream wait for host memory (CUDA error {error})")
+
+
+def _block(word: torch.Tensor) -> None:
+    view = word.numpy()
+    deadline = time.monotonic() + _CPU_LIMIT_S
+    while view[0] != 1:
+        if time.monotonic() > deadline:
+            raise EngineError(f"the CPU engine did not answer within {_CPU_LIMIT_S:.0f} s")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
