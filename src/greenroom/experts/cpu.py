@@ -11,14 +11,14 @@ from enum import IntEnum
 from functools import lru_cache
 from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 
 from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.formats import ExpertFormat
-from greenroom.kernels.cpu.library import NativeFormat, NativeJob, last_error, load_library
+from greenroom.kernels.cpu.library import NativeFormat, NativeJob, NativeMailbox, last_error, load_library
 
 _NATIVE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -62,7 +62,8 @@ def supported_isas() -> tuple[Isa, ...]:
 
 
 @lru_cache(maxsize=64)
-def _native_format(format: ExpertFormat) -> NativeFormat:
+def native_format(format: ExpertFormat) -> NativeFormat:
+    """``format`` as the native engine takes it."""
     up, down, up_bias, down_bias, _ = format.offsets
     return NativeFormat(
         hidden=format.hidden,
@@ -122,6 +123,12 @@ class Ticket:
         self._keep = ()
 
 
+class Closeable(Protocol):
+    """What an engine closes before it ends."""
+
+    def close(self) -> None: ...
+
+
 class CpuExperts:
     """The native engine: ``threads`` workers that compute routed experts.
 
@@ -140,6 +147,7 @@ class CpuExperts:
         self._handle: ctypes.c_void_p | None = None
         self._lock = Lock()
         self._tickets: dict[int, Ticket] = {}
+        self._mailboxes: list[Closeable] = []
         if cores is not None and len(cores) != threads:
             raise ConfigError(f"{threads} CPU threads need as many core numbers, not {len(cores)}")
         if isa is Isa.AUTO:
@@ -190,7 +198,7 @@ class CpuExperts:
             EngineError: the engine is closed or refuses the job.
         """
         tokens, top_k = _check_batch(format, experts, hidden, ids, weights, out)
-        native = _native_format(format)
+        native = native_format(format)
         job = NativeJob(
             format=ctypes.pointer(native),
             experts=experts.ctypes.data,
@@ -224,11 +232,46 @@ class CpuExperts:
         """``submit`` and ``wait`` in one."""
         self.submit(format, experts, hidden, ids, weights, out).wait()
 
+    def throttle(self, factor: float) -> None:
+        """Makes all work take ``factor`` (at least 1) times as long, for tests and benchmarks of slow machines.
+
+        Raises:
+            EngineError: the engine is closed, or ``factor`` is below 1 or not finite.
+        """
+        with self._lock:
+            if self._handle is None:
+                raise EngineError("the CPU engine is closed")
+            if self._library.gr_engine_throttle(self._handle, factor):
+                raise EngineError(last_error(self._library))
+
+    def open_mailboxes(self, boxes: "ctypes.Array[NativeMailbox]", owner: Closeable) -> ctypes.c_void_p:
+        """The handle of new native mailboxes. ``owner`` is kept alive, and closed by ``close``, until it is forgotten.
+
+        Raises:
+            EngineError: the engine is closed or refuses one of them.
+        """
+        handle = ctypes.c_void_p()
+        with self._lock:
+            if self._handle is None:
+                raise EngineError("the CPU engine is closed")
+            if self._library.gr_mailboxes_create(self._handle, boxes, len(boxes), ctypes.byref(handle)):
+                raise EngineError(last_error(self._library))
+            self._mailboxes.append(owner)
+        return handle
+
+    def forget_mailboxes(self, owner: Closeable) -> None:
+        """Lets go of what ``open_mailboxes`` was given; unknown ones are ignored."""
+        with self._lock:
+            self._mailboxes = [other for other in self._mailboxes if other is not owner]
+
     def close(self) -> None:
-        """Waits for submitted jobs and ends the threads. Closing twice is fine."""
+        """Closes its mailboxes, waits for submitted jobs and ends the threads. Closing twice is fine."""
         with self._lock:
             handle, self._handle = self._handle, None
             tickets = list(self._tickets.values())
+            mailboxes = list(self._mailboxes)
+        for owner in mailboxes:
+            owner.close()
         # Nothing new can be submitted now, and nobody is inside the native engine once these are settled.
         for ticket in tickets:
             ticket._settle()

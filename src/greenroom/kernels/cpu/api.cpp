@@ -1,4 +1,5 @@
 // The C interface: exceptions become statuses and sentences.
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -9,7 +10,15 @@
 #define GR_EXPORT __attribute__((visibility("default")))
 
 struct gr_engine {
-  greenroom::Engine engine;
+  std::shared_ptr<greenroom::Engine> engine;
+};
+
+// Keeps the engine's words, though not its threads, until the last mailboxes are gone.
+struct gr_mailboxes {
+  std::shared_ptr<greenroom::Engine> engine;
+  greenroom::Mailboxes boxes;
+
+  ~gr_mailboxes() { engine->disarm(boxes); }
 };
 
 namespace {
@@ -49,26 +58,77 @@ GR_EXPORT int32_t gr_abi_version(void) { return GR_ABI_VERSION; }
 GR_EXPORT int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, gr_engine **engine) {
   return guarded([&] {
     *engine = nullptr;
-    *engine = new gr_engine{{threads, cores, greenroom::choose_isa(isa)}};
+    *engine = new gr_engine{std::make_shared<greenroom::Engine>(threads, cores, greenroom::choose_isa(isa))};
     return 0;
   });
 }
 
-GR_EXPORT void gr_engine_destroy(gr_engine *engine) { delete engine; }
+GR_EXPORT void gr_engine_destroy(gr_engine *engine) {
+  if (engine) engine->engine->close();
+  delete engine;
+}
 
-GR_EXPORT int32_t gr_engine_isa(const gr_engine *engine) { return engine->engine.isa(); }
+GR_EXPORT int32_t gr_engine_isa(const gr_engine *engine) { return engine->engine->isa(); }
 
 GR_EXPORT int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *ticket) {
   return guarded([&] {
-    *ticket = engine->engine.submit(*job);
+    *ticket = engine->engine->submit(*job);
     return 0;
   });
 }
 
 GR_EXPORT int32_t gr_wait(gr_engine *engine, uint64_t ticket) {
   return guarded([&] {
-    const std::string error = engine->engine.wait(ticket);
+    const std::string error = engine->engine->wait(ticket);
     return error.empty() ? 0 : failed(error.c_str());
+  });
+}
+
+GR_EXPORT int32_t gr_engine_throttle(gr_engine *engine, double factor) {
+  return guarded([&] {
+    engine->engine->throttle(factor);
+    return 0;
+  });
+}
+
+GR_EXPORT int32_t gr_mailboxes_create(gr_engine *engine, const gr_mailbox *boxes, int32_t count,
+                                      gr_mailboxes **mailboxes) {
+  return guarded([&] {
+    *mailboxes = nullptr;
+    *mailboxes = new gr_mailboxes{engine->engine, {boxes, count}};
+    return 0;
+  });
+}
+
+GR_EXPORT void gr_mailboxes_destroy(gr_mailboxes *mailboxes) { delete mailboxes; }
+
+GR_EXPORT int32_t gr_mailboxes_arm(gr_mailboxes *mailboxes) {
+  return guarded([&] {
+    mailboxes->engine->arm(mailboxes->boxes);
+    return 0;
+  });
+}
+
+GR_EXPORT int32_t gr_mailboxes_disarm(gr_mailboxes *mailboxes) {
+  return guarded([&] {
+    mailboxes->engine->disarm(mailboxes->boxes);
+    return 0;
+  });
+}
+
+GR_EXPORT int32_t gr_mailboxes_failure(gr_mailboxes *mailboxes, int32_t *index) {
+  return guarded([&] {
+    std::string sentence;
+    return mailboxes->boxes.take_failure(index, &sentence) ? failed(sentence.c_str()) : 0;
+  });
+}
+
+GR_EXPORT int32_t gr_mailboxes_pending(const gr_mailboxes *mailboxes) { return mailboxes->boxes.pending(); }
+
+GR_EXPORT int32_t gr_mailboxes_release(gr_mailboxes *mailboxes) {
+  return guarded([&] {
+    mailboxes->engine->release(mailboxes->boxes);
+    return 0;
   });
 }
 

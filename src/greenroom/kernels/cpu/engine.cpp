@@ -5,6 +5,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -14,6 +15,8 @@ namespace {
 constexpr std::chrono::microseconds kWorkerSpin{200};  // longer than the gap between two layers of a decode step
 constexpr std::chrono::microseconds kCrowdedSpin{5};   // more threads than cores: someone else needs the core
 constexpr std::chrono::microseconds kWaiterSpin{50};
+constexpr uint32_t kRoundsAYield = 1024;       // of looking for requests; some ten microseconds
+constexpr uint32_t kCrowdedRoundsAYield = 16;  // no core is left for the thread that drives the device
 
 uint64_t control_word(uint64_t serial, uint32_t units) { return serial << 32 | units; }
 uint32_t unclaimed(uint64_t word) { return static_cast<uint32_t>(word); }
@@ -63,7 +66,9 @@ class SignalsBlocked {
 Engine::Engine(int32_t threads, const int32_t *cores, gr_isa isa)
     : isa_(isa), threads_(static_cast<uint32_t>(std::max(threads, 0))) {
   if (threads < 1) throw std::invalid_argument("an engine needs at least one thread, not " + std::to_string(threads));
-  spin_ = threads_ <= usable_cores() ? kWorkerSpin : kCrowdedSpin;
+  const uint32_t cores_here = usable_cores();
+  spin_ = threads_ <= cores_here ? kWorkerSpin : kCrowdedSpin;
+  rounds_a_yield_ = threads_ < cores_here ? kRoundsAYield : kCrowdedRoundsAYield;
   for (uint32_t i = 0; i < threads_; ++i) scratch_.push_back(std::make_unique<GrowingBuffer>());
   try {
     start(cores);
@@ -73,7 +78,14 @@ Engine::Engine(int32_t threads, const int32_t *cores, gr_isa isa)
   }
 }
 
-Engine::~Engine() {
+Engine::~Engine() { close(); }
+
+void Engine::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;  // from here on nothing is armed
+  }
+  disarm_all();
   {
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.wait(lock, [this] { return !running_; });
@@ -99,27 +111,19 @@ void Engine::stop() {
   workers_.clear();
 }
 
+void Engine::throttle(double factor) {
+  if (!(factor >= 1) || !std::isfinite(factor))
+    throw std::invalid_argument("work can be made to take 1 or more times as long, not " + std::to_string(factor));
+  throttle_.store(factor, std::memory_order_relaxed);
+}
+
 uint64_t Engine::submit(const gr_job &job) {
   check_job(job);
-  auto record = std::make_shared<Record>();
-  record->job = job;
-  record->format = *job.format;
-  record->job.format = &record->format;
+  auto record = std::make_shared<Record>(job);
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t ticket = ++tickets_;
   records_.emplace(ticket, record);
-  if (running_) {
-    try {
-      queue_.push_back(std::move(record));
-    } catch (...) {
-      records_.erase(ticket);
-      throw;
-    }
-  } else {
-    // Nobody holds a unit while the engine is idle, so this thread may write the phase data.
-    running_ = true;
-    start_job(std::move(record));
-  }
+  enqueue(std::move(record));
   return ticket;
 }
 
@@ -142,15 +146,24 @@ void Engine::work(size_t worker) {
   for (;;) {
     const Claim taken = claim();
     if (taken.any) {
-      run(taken.unit, worker);
+      const double factor = throttle_.load(std::memory_order_relaxed);
+      if (factor > 1)
+        run_throttled(taken.unit, worker, factor);
+      else
+        run(taken.unit, worker);
       // Release: what this thread wrote is visible to the one that finishes the last unit, which acquires.
       if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) advance();
       continue;
     }
     if (stop_.load(std::memory_order_seq_cst)) return;
+    if (armed_.load(std::memory_order_acquire)) {
+      attend(taken.word);
+      continue;
+    }
     parking_.wait(
         [&] {
-          return control_.load(std::memory_order_seq_cst) != taken.word || stop_.load(std::memory_order_seq_cst);
+          return control_.load(std::memory_order_seq_cst) != taken.word ||
+                 armed_.load(std::memory_order_seq_cst) != 0 || stop_.load(std::memory_order_seq_cst);
         },
         spin_);
   }
@@ -182,6 +195,14 @@ void Engine::run(uint32_t unit, size_t worker) {
   } catch (...) {
     fail("the CPU engine failed for an unknown reason");
   }
+}
+
+void Engine::run_throttled(uint32_t unit, size_t worker, double factor) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  run(unit, worker);
+  const auto end = begin + std::chrono::duration_cast<Clock::duration>((Clock::now() - begin) * factor);
+  while (Clock::now() < end) pause_briefly();
 }
 
 void Engine::fail(const char *sentence) {
@@ -221,19 +242,37 @@ void Engine::advance() {
 void Engine::finish_job() {
   const std::shared_ptr<Record> finished = std::move(current_);
   current_.reset();
+  Mailboxes *mailboxes = nullptr;
+  if (finished->mailbox) {
+    mailboxes = &finished->mailbox->owner();  // alive until under_way_ falls below
+    finished->mailbox->finish();              // a device waits: nothing comes before it
+  }
+  // A queue that never empties leaves a single worker no other time for requests.
+  if (armed_.load(std::memory_order_relaxed) && try_poller_role()) {
+    serve(polled_.size());
+    polling_.store(false, std::memory_order_release);
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (mailboxes && --mailboxes->under_way_ == 0) idle_.notify_all();
     if (queue_.empty()) {
       running_ = false;
       idle_.notify_all();
     } else {
-      std::shared_ptr<Record> next = std::move(queue_.front());
-      queue_.pop_front();
-      start_job(std::move(next));
+      start_job(queue_.pop());
     }
   }
+  if (mailboxes) return;
   finished->done.store(true, std::memory_order_seq_cst);
   finished->parking.wake_all();
+}
+
+// With mutex_ held.
+void Engine::enqueue(std::shared_ptr<Record> record) {
+  if (running_) return queue_.push(std::move(record));
+  // Nobody holds a unit while the engine is idle, so this thread may write the phase data.
+  running_ = true;
+  start_job(std::move(record));
 }
 
 void Engine::start_job(std::shared_ptr<Record> record) {

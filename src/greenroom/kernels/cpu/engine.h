@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -12,8 +11,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "mailbox.h"
 #include "parking.h"
 #include "plan.h"
+#include "record.h"
 
 namespace greenroom {
 
@@ -32,16 +33,21 @@ class Engine {
   // Empty when the job succeeded, otherwise what went wrong.
   std::string wait(uint64_t ticket);
 
- private:
-  // What a submitter, the workers and the waiter share about one job.
-  struct Record {
-    gr_job job;
-    gr_format format;
-    std::string error;              // written by workers under failure_mutex_, read once done is set
-    std::atomic<bool> done{false};  // set by the worker that ends the job
-    Parking parking;
-  };
+  // Between the two, workers stay awake and look for requests. Both are idempotent; disarm returns when no job of
+  // these mailboxes is queued or running. Throws std::runtime_error once the engine has ended.
+  void arm(Mailboxes &mailboxes);
+  void disarm(Mailboxes &mailboxes);
 
+  // Throws std::runtime_error for armed mailboxes.
+  void release(Mailboxes &mailboxes);
+
+  // Makes each unit of work take `factor` times as long.
+  void throttle(double factor);
+
+  // Disarms all mailboxes, waits for the jobs and ends the threads. Idempotent.
+  void close();
+
+ private:
   enum class Phase { prepare, up, down };
 
   struct Claim {
@@ -50,21 +56,41 @@ class Engine {
     uint64_t word = 0;  // what the control word was when there was nothing to claim
   };
 
+  // Takes the poller role for a thread that is no worker.
+  class PollerRole {
+   public:
+    explicit PollerRole(Engine &engine);
+    ~PollerRole();
+    PollerRole(const PollerRole &) = delete;
+    PollerRole &operator=(const PollerRole &) = delete;
+
+   private:
+    Engine &engine_;
+  };
+
   void start(const int32_t *cores);
   void stop();
   void work(size_t worker);
   Claim claim();
   void run(uint32_t unit, size_t worker);
+  void run_throttled(uint32_t unit, size_t worker, double factor);
   void fail(const char *sentence);
   void publish(Phase phase, uint32_t units);
   void advance();
   void prepare_slice();
   void finish_job();
+  void enqueue(std::shared_ptr<Record> record);
   void start_job(std::shared_ptr<Record> record);
+  void attend(uint64_t seen);
+  bool try_poller_role();
+  bool serve(size_t looks);
+  void disarm_all();
 
   const gr_isa isa_;
   const uint32_t threads_;
   std::chrono::microseconds spin_;
+  uint32_t rounds_a_yield_;  // of looking for work, while armed
+  std::atomic<double> throttle_{1};
 
   // The control word: serial number of the phase << 32 | units that nobody has claimed.
   //
@@ -89,11 +115,20 @@ class Engine {
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;
 
-  std::mutex mutex_;  // guards everything below
+  // The poller role: one worker at a time looks at requests, so that a request's cache line has one reader. It gives
+  // the role up when there is work, and soon when somebody wants to change what is polled.
+  alignas(64) std::atomic<bool> polling_{false};
+  std::atomic<uint32_t> role_wanted_{0};
+  std::atomic<size_t> armed_{0};   // polled_.size(), for everybody
+  std::vector<Mailbox *> polled_;  // guarded by the role, as is cursor_
+  size_t cursor_ = 0;              // the mailbox to look at next
+
+  std::mutex mutex_;  // guards everything below; taken after the role, never before
   std::condition_variable idle_;
   bool running_ = false;  // a job is current
+  bool closing_ = false;
   uint64_t tickets_ = 0;
-  std::deque<std::shared_ptr<Record>> queue_;
+  JobQueue queue_;
   std::unordered_map<uint64_t, std::shared_ptr<Record>> records_;  // submitted and not yet waited for
 
   std::vector<std::thread> workers_;

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 1
+#define GR_ABI_VERSION 2
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -61,6 +61,21 @@ typedef struct {
 
 typedef struct gr_engine gr_engine;
 
+/* A job that a device posts by itself. The device writes hidden, ids and weights, then stores the number of rows
+ * (1 to job.tokens) into *request with release. The engine clears *request before it starts the job (a request
+ * cleared after done was raised would be the next one, lost), computes these rows into out, and stores 1 into *done
+ * with release, also if the job failed. The device clears *done before its next request.
+ * Give every word a cache line of its own. */
+typedef struct {
+  gr_job job;        /* tokens: rows at most */
+  uint32_t *request;
+  uint32_t *done;
+  int64_t *busy_ns;  /* the last job's time from seeing the request to raising done */
+} gr_mailbox;
+
+/* Mailboxes that are armed together. */
+typedef struct gr_mailboxes gr_mailboxes;
+
 /* Bits 1 << gr_isa of what this processor (and its operating system) runs. */
 uint32_t gr_isa_supported(void);
 
@@ -69,7 +84,7 @@ int32_t gr_abi_version(void);
 /* threads >= 1; cores: one core number a thread, or null to leave the threads unpinned. */
 int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, gr_engine **engine);
 
-/* Waits for submitted jobs, then ends the threads. */
+/* Disarms all mailboxes, waits for jobs, then ends the threads. Its mailboxes may be destroyed later. */
 void gr_engine_destroy(gr_engine *engine);
 
 /* The gr_isa in use. */
@@ -80,6 +95,33 @@ int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *ticket);
 
 /* Blocks until the job is done and returns its status. Each ticket is waited for exactly once. */
 int32_t gr_wait(gr_engine *engine, uint64_t ticket);
+
+/* For tests and benchmarks: each unit of work takes `factor` (>= 1) times as long. */
+int32_t gr_engine_throttle(gr_engine *engine, double factor);
+
+/* Copies boxes and formats. What the jobs and words point to must stay alive until the mailboxes are destroyed or
+ * disarmed for the last time. */
+int32_t gr_mailboxes_create(gr_engine *engine, const gr_mailbox *boxes, int32_t count, gr_mailboxes **mailboxes);
+
+/* Disarms first. */
+void gr_mailboxes_destroy(gr_mailboxes *mailboxes);
+
+/* While mailboxes are armed the workers never sleep, and one that has no work looks at their requests. Jobs from
+ * mailboxes and gr_submit run in the order in which they were seen. */
+int32_t gr_mailboxes_arm(gr_mailboxes *mailboxes);
+
+/* Waits for jobs of these mailboxes that were seen; later requests stay where they are. */
+int32_t gr_mailboxes_disarm(gr_mailboxes *mailboxes);
+
+/* 0: no job failed since the last call. Otherwise gr_last_error has the first one's sentence, *index its mailbox. */
+int32_t gr_mailboxes_failure(gr_mailboxes *mailboxes, int32_t *index);
+
+/* A mailbox whose request is unserved or whose job is under way; -1: none. */
+int32_t gr_mailboxes_pending(const gr_mailboxes *mailboxes);
+
+/* After gr_mailboxes_disarm, for a device that would wait for ever: drops requests and raises done of every
+ * mailbox. Clear all done words before arming again. */
+int32_t gr_mailboxes_release(gr_mailboxes *mailboxes);
 
 const char *gr_last_error(void);
 

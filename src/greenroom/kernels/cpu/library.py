@@ -1,13 +1,13 @@
 """Loads the native CPU expert engine. The declarations mirror ``greenroom_cpu.h``."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "libgreenroom_cpu.so"
 
 
@@ -46,6 +46,12 @@ class NativeJob(ctypes.Structure):
     ]
 
 
+class NativeMailbox(ctypes.Structure):
+    """``gr_mailbox``: a job that a device posts by itself, and the words through which it does."""
+
+    _fields_ = [("job", NativeJob), ("request", c_void_p), ("done", c_void_p), ("busy_ns", c_void_p)]
+
+
 @cache
 def load_library() -> ctypes.CDLL:
     """The native library. Its calls release the interpreter lock.
@@ -79,6 +85,20 @@ def load_library() -> ctypes.CDLL:
     library.gr_submit.restype = c_int32
     library.gr_wait.argtypes = [c_void_p, c_uint64]
     library.gr_wait.restype = c_int32
+    library.gr_engine_throttle.argtypes = [c_void_p, c_double]
+    library.gr_engine_throttle.restype = c_int32
+    library.gr_mailboxes_create.argtypes = [c_void_p, POINTER(NativeMailbox), c_int32, POINTER(c_void_p)]
+    library.gr_mailboxes_create.restype = c_int32
+    library.gr_mailboxes_destroy.argtypes = [c_void_p]
+    library.gr_mailboxes_destroy.restype = None
+    for name in ("arm", "disarm", "release"):
+        function = getattr(library, f"gr_mailboxes_{name}")
+        function.argtypes = [c_void_p]
+        function.restype = c_int32
+    library.gr_mailboxes_failure.argtypes = [c_void_p, POINTER(c_int32)]
+    library.gr_mailboxes_failure.restype = c_int32
+    library.gr_mailboxes_pending.argtypes = [c_void_p]
+    library.gr_mailboxes_pending.restype = c_int32
     library.gr_last_error.argtypes = []
     library.gr_last_error.restype = c_char_p
     return library

@@ -1,0 +1,151 @@
+"""Mailboxes: how a device hands routed experts to the CPU engine without the host's Python in between.
+
+The device writes a layer's rows, ids and weights, then the number of rows into its request word. A worker of the
+engine that has nothing else to do sees it, all of them compute, and the done word tells the device, which clears it.
+"""
+
+import ctypes
+import weakref
+from threading import Lock
+
+import torch
+
+from greenroom.errors import EngineError
+from greenroom.experts.cpu import CpuExperts, native_format
+from greenroom.experts.store import HostStore
+from greenroom.kernels.cpu.library import NativeJob, NativeMailbox, last_error, load_library
+
+_LINE = 64
+"""Bytes of a cache line. Words that different sides write share none."""
+
+
+class Mailboxes:
+    """Page-locked memory through which a device hands routed experts to the CPU engine, one mailbox a layer.
+
+    All tensors are on the CPU, page-locked if asked for, and start as zeros:
+
+    - ``request``: int32 [L, 16]. Word 0 of each row: rows posted. The device writes it behind everything else,
+      the engine clears it before it begins.
+    - ``done``: int32 [L, 16]. Word 0: 1 once ``out`` is complete (or the job failed). The device clears it.
+    - ``hidden``: of each layer, [max_tokens, H] of its dtype.
+    - ``ids``: int32 [L, max_tokens, K]. Every choice, for statistics; the engine does not read it.
+    - ``cpu_ids``: int32 [L, max_tokens, K]. The choices that the CPU computes, -1 for others.
+    - ``weights``: float32 [L, max_tokens, K].
+    - ``out``: of each layer, float32 [max_tokens, H]. The sum over the CPU's choices; only posted rows are written.
+    - ``busy_ns``: int64 [L, 8]. Word 0: nanoseconds from seeing the last request to raising done.
+
+    A layer has one request outstanding at most; different layers, and other mailboxes of the same engine, may have
+    theirs at the same time. The store must outlive the mailboxes.
+    """
+
+    def __init__(self, engine: CpuExperts, store: HostStore, max_tokens: int, top_k: int, pin_memory: bool) -> None:
+        """``max_tokens`` rows a layer, ``top_k`` choices a row.
+
+        Raises:
+            EngineError: the engine is closed or refuses a layer.
+        """
+        layers = len(store)
+        self._engine = engine
+        self._library = load_library()
+        self._lock = Lock()
+        self._closed = False
+        self.request = _lines(layers, torch.int32, pin_memory)
+        self.done = _lines(layers, torch.int32, pin_memory)
+        self.busy_ns = _lines(layers, torch.int64, pin_memory)
+        choices = (layers, max_tokens, top_k)
+        self.ids = torch.zeros(choices, dtype=torch.int32, pin_memory=pin_memory)
+        self.cpu_ids = torch.zeros(choices, dtype=torch.int32, pin_memory=pin_memory)
+        self.weights = torch.zeros(choices, dtype=torch.float32, pin_memory=pin_memory)
+        self.hidden: list[torch.Tensor] = []
+        self.out: list[torch.Tensor] = []
+        for fmt in store.formats:
+            shape = (max_tokens, fmt.hidden)
+            self.hidden.append(torch.zeros(shape, dtype=fmt.dtype, pin_memory=pin_memory))
+            self.out.append(torch.zeros(shape, dtype=torch.float32, pin_memory=pin_memory))
+        self._addresses = [store.addresses(layer) for layer in range(layers)]
+        boxes = (NativeMailbox * layers)(*(self._native(store, layer) for layer in range(layers)))
+        self._handle = engine.open_mailboxes(boxes, self)
+        # Only once nobody can be inside a method any more.
+        weakref.finalize(self, self._library.gr_mailboxes_destroy, self._handle)
+
+    def _native(self, store: HostStore, layer: int) -> NativeMailbox:
+        _, max_tokens, top_k = self.cpu_ids.shape
+        job = NativeJob(
+            format=ctypes.pointer(native_format(store.formats[layer])),
+            experts=self._addresses[layer].ctypes.data,
+            num_experts=store.num_experts[layer],
+            top_k=top_k,
+            tokens=max_tokens,
+            hidden=self.hidden[layer].data_ptr(),
+            ids=self.cpu_ids[layer].data_ptr(),
+            weights=self.weights[layer].data_ptr(),
+            out=self.out[layer].data_ptr(),
+        )
+        return NativeMailbox(
+            job=job,
+            request=self.request[layer].data_ptr(),
+            done=self.done[layer].data_ptr(),
+            busy_ns=self.busy_ns[layer].data_ptr(),
+        )
+
+    def arm(self) -> None:
+        """Wakes the engine's workers, which look for requests until ``disarm``. Arming twice is fine.
+
+        Raises:
+            EngineError: the mailboxes or their engine are closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineError("the mailboxes are closed")
+            self._check(self._library.gr_mailboxes_arm(self._handle))
+
+    def disarm(self) -> None:
+        """Waits for jobs that were begun and lets the workers sleep. Requests not seen by then stay posted."""
+        with self._lock:
+            self._check(self._library.gr_mailboxes_disarm(self._handle))
+
+    def raise_failure(self) -> None:
+        """Raises the first failure since the last call, if there was one.
+
+        Raises:
+            EngineError: a job failed; the sentence names its layer.
+        """
+        layer = ctypes.c_int32()
+        if self._library.gr_mailboxes_failure(self._handle, ctypes.byref(layer)):
+            raise EngineError(f"layer {layer.value}: {last_error(self._library)}")
+
+    def pending(self) -> int | None:
+        """A layer whose request has not been answered; for a watchdog."""
+        layer = self._library.gr_mailboxes_pending(self._handle)
+        return None if layer < 0 else layer
+
+    def release(self) -> None:
+        """Drops requests and raises done of every layer, for a device that would wait for ever.
+
+        Clear ``done`` before arming again: the device clears only what it waited for.
+
+        Raises:
+            EngineError: the mailboxes are armed.
+        """
+        with self._lock:
+            self._check(self._library.gr_mailboxes_release(self._handle))
+
+    def close(self) -> None:
+        """Disarms for good. The engine may be closed already; closing twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._check(self._library.gr_mailboxes_disarm(self._handle))
+        self._engine.forget_mailboxes(self)
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise EngineError(last_error(self._library))
+
+
+def _lines(rows: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    """Zeros [rows, 64 bytes], each row a cache line."""
+    memory = torch.zeros((rows + 1) * _LINE, dtype=torch.uint8, pin_memory=pin_memory)
+    start = -memory.data_ptr() % _LINE
+    return memory[start : start + rows * _LINE].view(dtype).view(rows, _LINE // dtype.itemsize)

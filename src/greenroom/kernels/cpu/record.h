@@ -1,0 +1,58 @@
+// One job on its way through the engine, and the queue of those that wait for their turn.
+#ifndef GREENROOM_RECORD_H
+#define GREENROOM_RECORD_H
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "greenroom_cpu.h"
+#include "parking.h"
+
+namespace greenroom {
+
+class Mailbox;
+
+// What a submitter, the workers and whoever waits for the end share about one job.
+struct Record {
+  explicit Record(const gr_job &from) : job(from), format(*from.format) {
+    job.format = &format;
+    error.reserve(256);  // a sentence about a lack of memory must not need any
+  }
+  Record(const Record &) = delete;
+  Record &operator=(const Record &) = delete;
+
+  gr_job job;
+  gr_format format;
+  std::string error;              // written by workers under the engine's failure mutex, read once the job has ended
+  std::atomic<bool> done{false};  // set by the worker that ends the job, for wait()
+  Parking parking;
+  Mailbox *mailbox = nullptr;     // who is told of the end instead of wait()
+  std::shared_ptr<Record> next;   // while queued
+};
+
+// First in, first out. The links are part of the records: queueing never allocates.
+class JobQueue {
+ public:
+  bool empty() const { return !head_; }
+
+  void push(std::shared_ptr<Record> record) {
+    Record *last = record.get();
+    (head_ ? tail_->next : head_) = std::move(record);
+    tail_ = last;
+  }
+
+  std::shared_ptr<Record> pop() {
+    std::shared_ptr<Record> first = std::move(head_);
+    head_ = std::move(first->next);
+    return first;
+  }
+
+ private:
+  std::shared_ptr<Record> head_;
+  Record *tail_ = nullptr;
+};
+
+}  // namespace greenroom
+#endif
