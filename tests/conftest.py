@@ -6,6 +6,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    # Before any kernel is imported: Triton's interpreter runs them on the CPU.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 settings.register_profile("explore", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "explore")

@@ -1,6 +1,5 @@
 """Decode and prefill speed of a whole model with random weights, its experts offloaded."""
 
-import inspect
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from greenroom.bench.experts import cpu_name
 from greenroom.bench.shapes import shape_config
 from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
+from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.offload import Offload, close, offload_of
 from greenroom.errors import ConfigError
 
@@ -55,20 +55,41 @@ class ModelBenchmark:
 
 
 def bench_decode(
-    shape: str, batch: int, knobs: OffloadConfig, routing: str, steps: int = 16, repeats: int = 5
+    shape: str, batch: int, knobs: OffloadConfig, routing: str, steps: int = 16, repeats: int = 5, graph: bool = True
 ) -> ModelBenchmark:
-    """Times ``repeats`` runs of ``steps`` decode steps of ``batch`` sequences."""
+    """Times ``repeats`` runs of ``steps`` decode steps of ``batch`` sequences.
+
+    On a GPU each step is a CUDA graph; with ``graph=False``, and without a GPU, the host decides layer by layer.
+    """
     _require_positive(batch=batch, steps=steps, repeats=repeats)
     with _Bench("decode", shape, batch, steps, knobs, routing) as bench:
-        cache = DynamicCache(config=bench.model.config)
-        token = bench.forward(bench.random_ids(batch, _CONTEXT), cache)
+        if not graph or bench.model.device.type != "cuda":
+            return _bench_eager_decode(bench, batch, steps, repeats)
+        from greenroom.engine.step_runner import StepRunner  # needs triton, which only GPU builds of torch bring
 
-        def run() -> None:
-            nonlocal token
-            for _ in range(steps):
-                token = bench.forward(token, cache)
+        runner = StepRunner(bench.model, batch, _CONTEXT + 1 + steps * (repeats + _WARM_UP))
+        try:
+            runner.prefill(bench.random_ids(batch, _CONTEXT))
 
-        return bench.measure(run, batch * steps, steps, repeats)
+            def run() -> None:
+                for _ in range(steps):
+                    runner.step()
+
+            return bench.measure(run, batch * steps, steps, repeats)
+        finally:
+            runner.close()
+
+
+def _bench_eager_decode(bench: "_Bench", batch: int, steps: int, repeats: int) -> ModelBenchmark:
+    cache = DynamicCache(config=bench.model.config)
+    token = bench.forward(bench.random_ids(batch, _CONTEXT), cache)
+
+    def run() -> None:
+        nonlocal token
+        for _ in range(steps):
+            token = bench.forward(token, cache)
+
+    return bench.measure(run, batch * steps, steps, repeats)
 
 
 def bench_prefill(
@@ -97,9 +118,7 @@ class _Bench:
             "routing": routing,
         }
         self.model: PreTrainedModel = random_model(shape_config(shape), knobs)
-        # Renamed between versions of transformers that we support.
-        named = "cache" in inspect.signature(self.model.forward).parameters
-        self._cache_name = "cache" if named else "past_key_values"
+        self._cache_name = cache_argument(self.model)
         try:
             override_routing(self.model, routing)
         except BaseException:

@@ -70,7 +70,8 @@ def override_routing(model: PreTrainedModel, name: str) -> None:
     if name == "own":
         return
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    router = _uniform(layers[0].num_experts) if name == "uniform" else _replayed(Path(name), len(layers))
+    table = _uniform(len(layers), layers[0].num_experts) if name == "uniform" else _read_trace(Path(name), len(layers))
+    router = _Replay(table)
     for number, module in enumerate(layers):
         module.forward = _overridden(module.forward, router, number)  # type: ignore[method-assign]
 
@@ -82,27 +83,47 @@ def _overridden(forward: Callable[..., torch.Tensor], router: Router, layer: int
     return with_routing
 
 
-def _uniform(num_experts: int) -> Router:
-    def draw(ids: torch.Tensor, _layer: int) -> torch.Tensor:
-        return torch.rand(len(ids), num_experts, device=ids.device).topk(ids.shape[1]).indices
+_UNIFORM_ROWS = 8192
+"""Rows of a drawn table: more than a long prompt's tokens, and hundreds of decode steps before it repeats."""
 
-    return draw
+_MOST_CHOICES = 16
+"""Choices a token that a drawn table serves at most."""
 
 
-def _replayed(path: Path, num_layers: int) -> Router:
+def _uniform(num_layers: int, num_experts: int) -> np.ndarray:
+    """int64 [rows, layers, experts]: each a random order of all experts, of which a token takes the first few."""
+    keys = np.random.default_rng(0).random((_UNIFORM_ROWS, num_layers, num_experts), dtype=np.float32)
+    return np.argsort(keys, axis=-1)[..., :_MOST_CHOICES]
+
+
+def _read_trace(path: Path, num_layers: int) -> np.ndarray:
     try:
         trace = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"cannot read the routing trace '{path}': {error}") from error
     if trace.ndim != 3 or trace.shape[1] != num_layers or not np.issubdtype(trace.dtype, np.integer):
         raise ConfigError(f"the trace '{path}' must hold integers [steps, {num_layers} layers, choices a token]")
-    on_device: dict[torch.device, torch.Tensor] = {}
-    step = np.zeros(num_layers, dtype=np.int64)
+    return trace
 
-    def replay(ids: torch.Tensor, layer: int) -> torch.Tensor:
-        steps = on_device.setdefault(ids.device, torch.from_numpy(trace).long().to(ids.device))
-        rows = (torch.arange(len(ids), device=ids.device) + int(step[layer])) % len(steps)
-        step[layer] += len(ids)
-        return steps[rows, layer][:, : ids.shape[1]]
 
-    return replay
+class _Replay:
+    """Gives tokens the rows of a table, one after another, each layer its own column.
+
+    Where it stands is data on the device, so that a captured step goes on at each replay.
+    """
+
+    def __init__(self, table: np.ndarray) -> None:
+        """table: int [rows, layers, choices]."""
+        self._table = torch.from_numpy(table).permute(1, 0, 2).long().contiguous()
+        self._next = torch.zeros(1, dtype=torch.long)
+        self._rows = torch.zeros(0, dtype=torch.long)
+
+    def __call__(self, ids: torch.Tensor, layer: int) -> torch.Tensor:
+        if self._table.device != ids.device:
+            self._table, self._next = self._table.to(ids.device), self._next.to(ids.device)
+        if self._table.shape[2] != ids.shape[1]:
+            self._table = self._table[..., : ids.shape[1]].contiguous()
+        if layer == 0:
+            self._rows = (self._next + torch.arange(len(ids), device=ids.device)) % self._table.shape[1]
+            self._next.add_(len(ids))
+        return self._table[layer].index_select(0, self._rows)

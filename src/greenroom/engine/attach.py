@@ -19,11 +19,13 @@ class RoutedExperts(nn.Module):
         self.spec = spec
         self.num_experts = spec.num_experts
         self.offloaded: OffloadedExperts | None = None
+        self.top_k: int | None = None  # choices a token, known once the layer has run
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden: [T, H] -> [T, H], as the family's own experts compute it."""
         if self.offloaded is None:
             raise RuntimeError(f"the experts of '{self.spec.name}' are not loaded, or the model was closed")
+        self.top_k = top_k_index.shape[-1]
         return self.offloaded.forward(hidden, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
@@ -60,13 +62,18 @@ def detach(model: nn.Module, specs: tuple[ExpertLayerSpec, ...]) -> None:
 
 
 class _StepHooks:
-    """Opens a step before the decoder runs and closes it behind, also when the decoder fails."""
+    """Opens a step before the decoder runs and closes it behind, also when the decoder fails.
+
+    A runner whose layers need no host opens and closes steps itself.
+    """
 
     def __init__(self, manager: OffloadManager) -> None:
         self._manager = manager
         self._owner: int | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._manager.runs_without_host:
+            return
         self._manager.begin_step(_valid_rows(args, kwargs))
         self._owner = threading.get_ident()
 

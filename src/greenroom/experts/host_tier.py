@@ -34,6 +34,10 @@ class HostTier(DeviceTier):
         return sum(memory.numel() for memory in (*self._slots, *self._miss_buffers))
 
     @property
+    def slots(self) -> list[torch.Tensor]:
+        return self._slots
+
+    @property
     def group_size(self) -> int:
         return len(self._miss_buffers[0])
 

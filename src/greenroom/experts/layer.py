@@ -13,9 +13,16 @@ from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch
 Record = Callable[[int, HostRouting, Dispatch], None]
 """Takes note of a layer's routing and of what was decided; raises outside a step."""
 
+RunLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, hidden [T, H], ids [T, K], weights [T, K]) -> [T, H] of hidden's dtype, all on the device."""
+
 
 class OffloadedExperts:
-    """Takes the place of a model's experts module: same inputs, same output, weights elsewhere."""
+    """Takes the place of a model's experts module: same inputs, same output, weights elsewhere.
+
+    Attributes:
+        run_instead: while it is set, layers go through it and not through the host's decision.
+    """
 
     def __init__(
         self,
@@ -35,6 +42,7 @@ class OffloadedExperts:
         self._slot_of = cache.layer_map(layer)
         self._costs = costs
         self._record = record
+        self.run_instead: RunLayer | None = None
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -50,6 +58,9 @@ class OffloadedExperts:
         """
         if topk_ids.numel() == 0:
             return torch.zeros_like(hidden)
+        if self.run_instead is not None:
+            inner = hidden.to(self._format.dtype).contiguous()
+            return self.run_instead(self._layer, inner, topk_ids, topk_weights).to(hidden.dtype)
         batch = LayerBatch(
             self._layer,
             hidden.to(self._format.dtype).contiguous(),
@@ -58,6 +69,7 @@ class OffloadedExperts:
         )
         routing = self._tier.read_routing(batch)
         counts = count_pairs(routing.ids, self._num_experts)
-        plan = dispatch(counts, self._slot_of, self._costs, self._format, self._tier.group_size)
+        lanes = self._tier.lanes(batch, self._costs)
+        plan = dispatch(counts, self._slot_of, self._costs, self._format, self._tier.group_size, lanes)
         self._record(self._layer, routing, plan)
         return self._tier.run(batch, routing.ids, plan, self._slot_of).to(hidden.dtype)

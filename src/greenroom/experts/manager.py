@@ -3,20 +3,37 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from greenroom.experts.admission import Admission
+from greenroom.experts.admission import Admission, count_pairs
 from greenroom.experts.cache import ExpertCache
 from greenroom.experts.counters import Counters
 from greenroom.experts.dispatch import CostModel, Dispatch
-from greenroom.experts.layer import OffloadedExperts
+from greenroom.experts.layer import OffloadedExperts, RunLayer
 from greenroom.experts.policies import Policy
 from greenroom.experts.residency import ABSENT, Swap
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier, HostRouting
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What one layer did in a step that ran without the host.
+
+    ids: int32 [T, K], -1 where there is no choice. weights: float32 [T, K].
+    resident, streamed, cpu: experts on each lane.
+    """
+
+    layer: int
+    ids: np.ndarray
+    weights: np.ndarray
+    resident: int
+    streamed: int
+    cpu: int
 
 
 class OffloadManager:
@@ -26,6 +43,7 @@ class OffloadManager:
 
     Attributes:
         layers: one ``OffloadedExperts`` for each layer of the store.
+        runs_without_host: inside ``without_host``.
     """
 
     def __init__(
@@ -64,6 +82,7 @@ class OffloadManager:
         self._step_lock = threading.Lock()
         self._counting = True
         self._valid_rows: np.ndarray | None = None
+        self.runs_without_host = False
         self._preload()
 
     def __enter__(self) -> "OffloadManager":
@@ -137,6 +156,38 @@ class OffloadManager:
         """Closes a step that failed, without learning from it."""
         self.tier.end_step()
         self._clear_step()
+
+    def leave_step(self) -> None:
+        """Closes a step whose end the tier has been told already; ``learn`` may follow later."""
+        self._clear_step()
+
+    def learn(self, records: list[LayerRecord]) -> None:
+        """Counts a step that ran without the host, and starts the copies of what enters the cache.
+
+        A later step may be running: the copies wait for the end that the tier was told last.
+        """
+        for record in records:
+            misses = record.streamed + record.cpu
+            self.counters.add(
+                record.layer, hits=record.resident, misses=misses, streamed=record.streamed, cpu=record.cpu
+            )
+            counts = count_pairs(record.ids, self.store.num_experts[record.layer])
+            self.admission.record(record.layer, record.ids, record.weights, counts, None)
+        for layer, swap in self.admission.end_step(self.cache):
+            self._start(layer, swap)
+
+    @contextmanager
+    def without_host(self, run: RunLayer) -> Iterator[None]:
+        """Layers inside the block go through ``run``; whoever opened it also opens and closes the steps."""
+        self.runs_without_host = True
+        for layer in self.layers:
+            layer.run_instead = run
+        try:
+            yield
+        finally:
+            self.runs_without_host = False
+            for layer in self.layers:
+                layer.run_instead = None
 
     def _clear_step(self) -> None:
         self._valid_rows = None

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 
 @triton.jit
@@ -13,9 +14,12 @@ def combine_kernel(
     box_out,
     box_done,
     rows,
+    spans,
+    box_spans,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    TIMED: tl.constexpr,
 ):
     """Grid (tokens, cdiv(HIDDEN, BLOCK)), behind a wait for the mailbox.
 
@@ -27,6 +31,7 @@ def combine_kernel(
         box_out: float32 [tokens, HIDDEN] in host memory, the CPU's weighted sums; read only if cpu_num > 0.
         box_done: int32 [1] in host memory, reset here for the next step.
         rows: int32 [1], rows that are no padding.
+        spans, box_spans: int64 [>= 3], the device's clock; the host's copy is written here.
     """
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,3 +46,7 @@ def combine_kernel(
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=inside)
     if (token == 0) & (tl.program_id(1) == 0):
         tl.store(box_done, 0)
+        if TIMED:
+            tl.store(box_spans, tl.load(spans))
+            tl.store(box_spans + 1, tl.load(spans + 1))
+            tl.store(box_spans + 2, globaltimer())

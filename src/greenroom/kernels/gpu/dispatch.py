@@ -7,6 +7,7 @@ GPU where they lie in host memory; the rest go to the CPU.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 _RANK_CHUNK = tl.constexpr(64)
 
@@ -30,6 +31,7 @@ def dispatch_kernel(
     box_weights,
     box_request,
     box_done,
+    spans,
     slot_base,
     host_base,
     block_bytes,
@@ -40,26 +42,30 @@ def dispatch_kernel(
     EXPERTS_POW2: tl.constexpr,
     PAIRS_POW2: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
+    TIMED: tl.constexpr,
 ):
     """Grid (1,).
 
     Args:
-        hidden, ids, weights: [TOKENS, HIDDEN], int32 [TOKENS, TOP_K], float32 [TOKENS, TOP_K].
+        hidden, ids, weights: [TOKENS, HIDDEN], integers [TOKENS, TOP_K], floats [TOKENS, TOP_K].
         rows: int32 [1], rows that are no padding; they come first. Others are routed nowhere.
         slot_of: int32 [NUM_EXPERTS], slot or -1.
         stream_num: int32 [NUM_EXPERTS + 1], how many of so many absent experts the GPU reads over PCIe.
-        entry_address, entry_expert, entry_num: written: int64 [entries], int32 [entries] and int32 [1],
-            the experts that the GPU computes, those read over PCIe first, since they take longest.
+        entry_address, entry_expert: written: int64 and int32 [entries], the experts that the GPU computes,
+            those read over PCIe first, since they take longest.
+        entry_num: written: int32 [2], entries in all and those read over PCIe.
         gpu_ids: written: int32 [TOKENS, TOP_K], the GPU's choices, -1 elsewhere.
         cpu_num: written: int32 [1], experts that the CPU computes.
-        box_*: the layer's mailbox, in host memory.
+        box_*: the layer's mailbox, in host memory. Behind the request word come the numbers of experts that
+            are resident, streamed, and left to the CPU.
+        spans: int64 [>= 3], the device's clock; the first is written here.
         slot_base, host_base: addresses of the layer's first slot and of its first expert in host memory.
         block_bytes: from one expert to the next, in both.
     """
     count_rows = tl.load(rows)
     pair = tl.arange(0, PAIRS_POW2)
     real = pair < TOKENS * TOP_K
-    chosen = tl.load(ids + pair, mask=real, other=-1)
+    chosen = tl.load(ids + pair, mask=real, other=-1).to(tl.int32)
     routed = real & (pair // TOP_K < count_rows) & (chosen >= 0) & (chosen < NUM_EXPERTS)
     safe = tl.where(routed, chosen, 0)
 
@@ -90,15 +96,20 @@ def dispatch_kernel(
     )
     tl.store(entry_address + place, address, mask=on_gpu)
     tl.store(entry_expert + place, expert, mask=on_gpu)
-    tl.store(entry_num, streamed_num + tl.sum(resident.to(tl.int32), axis=0))
+    resident_num = tl.sum(resident.to(tl.int32), axis=0)
+    tl.store(entry_num, streamed_num + resident_num)
+    tl.store(entry_num + 1, streamed_num)
 
     pair_on_gpu = routed & (tl.gather(on_gpu.to(tl.int32), safe, 0) > 0)
     tl.store(gpu_ids + pair, tl.where(pair_on_gpu, chosen, -1), mask=real)
     on_cpu = absent_num - streamed_num
     tl.store(cpu_num, on_cpu)
 
+    tl.store(box_request + 1, resident_num)
+    tl.store(box_request + 2, streamed_num)
+    tl.store(box_request + 3, on_cpu)
     tl.store(box_ids + pair, tl.where(routed, chosen, -1), mask=real)
-    tl.store(box_weights + pair, tl.load(weights + pair, mask=real), mask=real)
+    tl.store(box_weights + pair, tl.load(weights + pair, mask=real).to(tl.float32), mask=real)
     if on_cpu > 0:
         tl.store(box_cpu_ids + pair, tl.where(routed & (pair_on_gpu == 0), chosen, -1), mask=real)
         for first in range(0, TOKENS * HIDDEN, COPY_BLOCK):
@@ -112,3 +123,5 @@ def dispatch_kernel(
         # Nobody else will answer this layer's wait.
         tl.debug_barrier()
         tl.atomic_xchg(box_done, 1, sem="release", scope="sys")
+    if TIMED:
+        tl.store(spans, globaltimer())

@@ -7,6 +7,7 @@ A batch of one takes products and sums instead of matrix units, which could not 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from greenroom.kernels.gpu.activations import gated, ungated
 
@@ -136,6 +137,7 @@ def down_kernel(
     entry_address,
     entry_expert,
     entry_num,
+    spans,
     down_offset,
     bias_offset,
     TOKENS: tl.constexpr,
@@ -147,14 +149,16 @@ def down_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     WIDEN: tl.constexpr,
+    TIMED: tl.constexpr,
 ):
     """Second projection, weighted. Grid (cdiv(HIDDEN, BLOCK_ROWS), entries).
 
     Args:
         partial: written where ``gpu_ids`` names an entry: float32 [TOKENS, TOP_K, HIDDEN].
         act: [entries, TOKENS, INTER] of the experts' dtype.
-        gpu_ids, weights: int32 and float32 [TOKENS, TOP_K].
-        entry_address, entry_expert, entry_num: as for ``up_kernel``.
+        gpu_ids, weights: int32 and floats [TOKENS, TOP_K].
+        entry_address, entry_expert, entry_num: as the dispatch kernel lists them.
+        spans: int64 [>= 3], the device's clock; the second becomes the end of the last streamed expert.
         down_offset, bias_offset: bytes from an expert's block to its second projection and that one's bias.
     """
     entry = tl.program_id(1)
@@ -167,7 +171,16 @@ def down_kernel(
         row = first_row + tl.arange(0, BLOCK_ROWS)
         inside = row < HIDDEN
         value = _rows_times_batch(
-            matrix, act + entry * TOKENS * INTER, first_row, HIDDEN, TOKENS, INTER, BLOCK_ROWS, BLOCK_TOKENS, BLOCK_WIDTH, WIDEN
+            matrix,
+            act + entry * TOKENS * INTER,
+            first_row,
+            HIDDEN,
+            TOKENS,
+            INTER,
+            BLOCK_ROWS,
+            BLOCK_TOKENS,
+            BLOCK_WIDTH,
+            WIDEN,
         )
         if BIAS:
             bias = (block + bias_offset).to(tl.pointer_type(dtype))
@@ -176,9 +189,12 @@ def down_kernel(
         for k in tl.static_range(TOP_K):
             pair = token * TOP_K + k
             mine = (token < TOKENS) & (tl.load(gpu_ids + pair, mask=token < TOKENS, other=-1) == expert)
-            weight = tl.load(weights + pair, mask=mine, other=0.0)
+            weight = tl.load(weights + pair, mask=mine, other=0.0).to(tl.float32)
             tl.store(
                 partial + pair[None, :].to(tl.int64) * HIDDEN + row[:, None],
                 value * weight[None, :],
                 mask=inside[:, None] & mine[None, :],
             )
+        if TIMED:
+            if entry < tl.load(entry_num + 1):
+                tl.atomic_max(spans + 1, globaltimer(), sem="relaxed")

@@ -1,0 +1,224 @@
+"""StepRunner: decode steps of one batch, each one CUDA graph with all its layers and its experts in it.
+
+On a CPU device, or with ``graph=False``, the same work is done eagerly.
+"""
+
+import time
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from greenroom.engine.attach import RoutedExperts
+from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.offload import offload_of
+from greenroom.errors import ConfigError, EngineError
+from greenroom.experts.decode_path import DecodePath
+from greenroom.experts.decode_steps import DecodeSteps
+from greenroom.experts.mailbox import Mailboxes
+
+BUCKETS = (1, 2, 4, 8, 16, 32)
+"""Sequences that a step is made for; a batch takes the next larger one, its last rows are padding."""
+
+_WARM_UP_STEPS = 2
+
+
+class StepRunner:
+    """Prefill and decode of ``rows`` sequences of equal length, in a KV cache of fixed size.
+
+    One thread at a time. The model must not be closed before the runner.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, rows: int, max_length: int, *, graph: bool = True, watchdog_s: float = 30.0
+    ) -> None:
+        """
+        Args:
+            model: offloaded.
+            rows: sequences, at most the largest bucket.
+            max_length: tokens of the KV cache, prompt included.
+            graph: capture steps, on a GPU.
+            watchdog_s: seconds after which a step that has not ended is given up.
+
+        Raises:
+            ConfigError: too many rows.
+        """
+        if not 1 <= rows <= BUCKETS[-1]:
+            raise ConfigError(f"a decode batch has 1 to {BUCKETS[-1]} sequences, not {rows}")
+        self._model = model
+        self._offload = offload_of(model)
+        self._device = self._offload.device
+        self._rows = rows
+        self._bucket = next(size for size in BUCKETS if size >= rows)
+        self._max_length = max_length
+        self._watchdog_s = watchdog_s
+        self._cache_name = cache_argument(model)
+        self._use_graph = graph and self._device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._steps: DecodeSteps | None = None
+        self._mailboxes: Mailboxes | None = None
+        self._length = 0
+        self._cache = StaticCache(config=model.config, max_cache_len=max_length)
+        self._ids = torch.zeros(self._bucket, 1, dtype=torch.long, device=self._device)
+        self._positions = torch.zeros(self._bucket, 1, dtype=torch.long, device=self._device)
+        self._logits: torch.Tensor | None = None
+
+    @property
+    def steps(self) -> DecodeSteps:
+        """The experts' side of the steps; there after ``prefill``."""
+        assert self._steps is not None
+        return self._steps
+
+    @torch.no_grad()
+    def prefill(self, prompts: torch.Tensor) -> torch.Tensor:
+        """Starts all sequences anew.
+
+        Args:
+            prompts: int64 [rows, T] on the device.
+
+        Returns:
+            [rows, vocabulary]: logits of the last position. The likeliest tokens are the next step's input,
+            unless that gives others.
+
+        Raises:
+            ConfigError: the prompts do not fit, or the model's cache is no plain K/V cache.
+        """
+        rows, length = prompts.shape
+        if rows != self._rows or length >= self._max_length:
+            raise ConfigError(
+                f"the runner takes [{self._rows}, < {self._max_length}] prompt tokens, not {[*prompts.shape]}"
+            )
+        cache = DynamicCache(config=self._model.config)
+        logits = self._model(input_ids=prompts, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits[
+            :, -1
+        ]
+        self._take_over(cache, length)
+        self._ids[:rows] = logits.argmax(-1, keepdim=True)
+        if self._steps is None:
+            self._prepare()
+        return logits
+
+    @torch.no_grad()
+    def step(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """One token more for every sequence.
+
+        Args:
+            ids: int64 [rows, 1], the tokens to feed; None feeds the likeliest ones of the step before.
+
+        Returns:
+            [rows, vocabulary] logits, overwritten by the next step.
+
+        Raises:
+            ConfigError: the KV cache is full.
+            EngineError: the CPU engine failed, or the step did not end in time; the runner is of no more use.
+        """
+        if self._length >= self._max_length:
+            raise ConfigError(f"the KV cache of {self._max_length} tokens is full")
+        if ids is not None:
+            self._ids[: self._rows] = ids
+        self._run_step()
+        assert self._logits is not None
+        return self._logits[: self._rows]
+
+    def close(self) -> None:
+        """Frees the graph and its memory. Idempotent."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._graph = None
+        if self._mailboxes is not None:
+            self._mailboxes.close()
+        self._steps = self._mailboxes = None
+
+    def _take_over(self, cache: DynamicCache, length: int) -> None:
+        """Copies the prompt's keys and values into the fixed cache."""
+        for dynamic, static in zip(cache.layers, self._cache.layers, strict=True):
+            if type(dynamic) is not DynamicLayer or type(static) is not StaticLayer:
+                raise ConfigError(f"decode graphs need a plain K/V cache, and this model has {type(static).__name__}")
+            if not static.is_initialized:
+                rows = [tensor[:1].expand(self._bucket, -1, -1, -1) for tensor in (dynamic.keys, dynamic.values)]
+                static.lazy_initialization(*rows)
+            static.keys[: self._rows, :, :length] = dynamic.keys
+            static.values[: self._rows, :, :length] = dynamic.values
+        self._set_length(length)
+
+    def _set_length(self, length: int) -> None:
+        self._length = length
+        self._positions.fill_(length)
+        for layer in self._cache.layers:
+            layer.cumulative_length.fill_(length)
+
+    def _prepare(self) -> None:
+        """Builds the experts' path, compiles its kernels by running them, then captures a step."""
+        manager, experts = self._offload.manager, self._first_experts()
+        assert experts.top_k is not None
+        pin = self._device.type == "cuda"
+        self._mailboxes = Mailboxes(self._offload.engine, manager.store, self._bucket, experts.top_k, pin)
+        slot_of = manager.tier.device_map(manager.cache.slot_of)
+        path = DecodePath(manager.store, manager.tier.slots, slot_of, self._mailboxes, self._bucket, experts.top_k)
+        self._steps = DecodeSteps(manager, path, self._mailboxes)
+        length, ids = self._length, self._ids.clone()
+        for _ in range(_WARM_UP_STEPS if self._use_graph else 0):
+            self._run_step(learn=False)
+            self._set_length(length)
+        if self._use_graph:
+            self._graph = self._capture()
+            self._set_length(length)
+        self._ids.copy_(ids)
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._forward()
+        return graph
+
+    def _run_step(self, learn: bool = True) -> None:
+        steps = self.steps
+        steps.begin(self._rows)
+        try:
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                self._forward()
+            steps.enqueued()
+            self._wait()
+        except BaseException as error:
+            where = steps.abandon()
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"{where} within {self._watchdog_s:g} s") from error
+            raise
+        steps.finish(learn)
+        self._length += 1
+
+    def _forward(self) -> None:
+        """One step on the device, from ``_ids`` and ``_positions`` to ``_logits`` and the next ``_ids``."""
+        with self._offload.manager.without_host(self.steps.path.run):
+            logits = self._model(
+                input_ids=self._ids,
+                position_ids=self._positions,
+                use_cache=True,
+                **{self._cache_name: self._cache},
+            ).logits[:, -1]
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        self._logits.copy_(logits)
+        self._ids.copy_(logits.argmax(-1, keepdim=True))
+        self._positions.add_(1)
+
+    def _wait(self) -> None:
+        """Until the device has done what was enqueued.
+
+        Raises:
+            TimeoutError: it takes too long.
+        """
+        if self._device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        deadline = time.monotonic() + self._watchdog_s
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+    def _first_experts(self) -> RoutedExperts:
+        return next(module for module in self._model.modules() if isinstance(module, RoutedExperts))
+

@@ -1,0 +1,244 @@
+"""DecodePath: a layer's routed experts without the host in the loop, for batches of a few tokens.
+
+In stream order: the dispatch kernel decides and posts the CPU's share into the layer's mailbox; the GPU runs
+its experts; the stream waits until the CPU engine has answered; the combine kernel adds both up. Nothing is
+allocated or synchronised, so a whole step can be captured in a CUDA graph and replayed.
+
+Who writes what:
+
+- The host writes ``rows`` and ``stream_num`` through page-locked twins, before a step's work is enqueued
+  and after the copies of the step before have been made.
+- Buffers on the device belong to one stream: its order keeps layers apart.
+- The mailbox's payload is written by the device until it raises the request, then read by the CPU engine
+  until that raises done, and done is reset by the device. So each has one writer at a time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.mailbox import Mailboxes
+from greenroom.experts.store import HostStore
+from greenroom.kernels.gpu.combine import combine_kernel
+from greenroom.kernels.gpu.dispatch import dispatch_kernel
+from greenroom.kernels.gpu.expert_ffn import down_kernel, up_kernel
+from greenroom.kernels.gpu.stream_wait import wait_until_one
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the tiles that one program of an expert kernel reads."""
+
+    rows: int
+    tokens: int
+    width: int
+    warps: int
+    stages: int
+
+
+def choose_tiling(tokens: int) -> Tiling:
+    """Tiles for a batch of ``tokens``: products and sums for one, matrix units for more."""
+    if tokens == 1:
+        return Tiling(rows=8, tokens=1, width=512, warps=4, stages=3)
+    return Tiling(rows=16, tokens=max(16, triton.next_power_of_2(tokens)), width=128, warps=4, stages=4)
+
+
+class DecodePath:
+    """All layers of a model, for batches of at most ``max_tokens``; one instance a stream.
+
+    Attributes:
+        mailboxes: those that it posts to.
+        timed: whether the device has a clock that kernels can read.
+        lane_spans: int64 [layers, 8] in host memory, written by the device: nanoseconds of the device's clock
+            at the end of dispatch, at the end of the last expert read over PCIe (older if there was none), and
+            at the begin of combine. Zeros on a CPU device.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        slots: list[torch.Tensor],
+        slot_of: torch.Tensor,
+        mailboxes: Mailboxes,
+        max_tokens: int,
+        top_k: int,
+    ) -> None:
+        """
+        Args:
+            store: page-locked, so that the device can read it.
+            slots: uint8 [slots, block_bytes] a layer, on the device.
+            slot_of: int32 [layers, experts] on the device, the step's map.
+            mailboxes: for this store, ``max_tokens`` and ``top_k``.
+        """
+        device = slot_of.device
+        self.device = device
+        self.timed = device.type == "cuda"
+        self.max_tokens = max_tokens
+        self.top_k = top_k
+        self._store = store
+        self._slots = slots
+        self._slot_of = slot_of
+        self.mailboxes = mailboxes
+        self._host_base = [int(store.addresses(layer)[0]) for layer in range(len(store))]
+        pairs = max_tokens * top_k
+        entries = min(max(store.num_experts), pairs)
+        hidden, inter = max(f.hidden for f in store.formats), max(f.inter for f in store.formats)
+        self._entry_address = torch.zeros(entries, dtype=torch.int64, device=device)
+        self._entry_expert = torch.zeros(entries, dtype=torch.int32, device=device)
+        self._entry_num = torch.zeros(2, dtype=torch.int32, device=device)
+        self._gpu_ids = torch.zeros(pairs, dtype=torch.int32, device=device)
+        self._cpu_num = torch.zeros(1, dtype=torch.int32, device=device)
+        self._act = torch.zeros(entries * max_tokens * inter, dtype=store.formats[0].dtype, device=device)
+        self._partial = torch.zeros(pairs * hidden, dtype=torch.float32, device=device)
+        pin = device.type == "cuda"
+        # One table, so that one copy brings it: rows, then stream_num.
+        self._table = torch.zeros(max(store.num_experts) + 2, dtype=torch.int32, device=device)
+        self._table_twin = torch.zeros(len(self._table), dtype=torch.int32, pin_memory=pin)
+        # Of each layer: end of dispatch, end of the experts read over PCIe, begin of combine.
+        self._spans = torch.zeros(len(store), 4, dtype=torch.int64, device=device)
+        self.lane_spans = torch.zeros(len(store), 8, dtype=torch.int64, pin_memory=pin)
+
+    def begin_step(self, rows: int, stream_num: np.ndarray) -> None:
+        """Enqueues what the step's kernels need to know. The copies of the step before must have been made.
+
+        Args:
+            rows: of the batch that are no padding; they come first.
+            stream_num: int32 [experts + 1], how many of so many absent experts go over PCIe.
+        """
+        twin = self._table_twin.numpy()
+        twin[0] = rows
+        twin[1 : 1 + len(stream_num)] = stream_num
+        self._table.copy_(self._table_twin, non_blocking=True)
+
+    def run(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Enqueues one layer.
+
+        Args:
+            hidden: [T, H] of the experts' dtype, contiguous, T at most ``max_tokens``.
+            ids: integers [T, K]; ids outside [0, experts) are skipped.
+            weights: floats [T, K].
+
+        Returns:
+            [T, H] of ``hidden``'s dtype: per token the weighted sum of its experts' outputs.
+        """
+        fmt = self._store.formats[layer]
+        tokens, top_k = ids.shape
+        if tokens > self.max_tokens or top_k != self.top_k:
+            raise ValueError(f"this path takes [<= {self.max_tokens}, {self.top_k}] choices, not {tuple(ids.shape)}")
+        ids, weights = ids.contiguous(), weights.contiguous()
+        self._dispatch(layer, fmt, hidden, ids, weights)
+        self._compute(layer, fmt, hidden, weights, tokens)
+        wait_until_one(self.mailboxes.done[layer, :1], self.device)
+        return self._combine(layer, hidden, tokens)
+
+    def _dispatch(
+        self, layer: int, fmt: ExpertFormat, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        box, (tokens, top_k) = self.mailboxes, ids.shape
+        num_experts = self._store.num_experts[layer]
+        dispatch_kernel[(1,)](
+            hidden,
+            ids,
+            weights,
+            self._table,
+            self._slot_of[layer],
+            self._table[1:],
+            self._entry_address,
+            self._entry_expert,
+            self._entry_num,
+            self._gpu_ids,
+            self._cpu_num,
+            box.hidden[layer],
+            box.ids[layer],
+            box.cpu_ids[layer],
+            box.weights[layer],
+            box.request[layer],
+            box.done[layer],
+            self._spans[layer],
+            self._slots[layer].data_ptr(),
+            self._host_base[layer],
+            fmt.block_bytes,
+            NUM_EXPERTS=num_experts,
+            TOKENS=tokens,
+            TOP_K=top_k,
+            HIDDEN=fmt.hidden,
+            EXPERTS_POW2=max(64, triton.next_power_of_2(num_experts)),
+            PAIRS_POW2=triton.next_power_of_2(tokens * top_k),
+            COPY_BLOCK=2048,
+            TIMED=self.timed,
+            num_warps=4,
+        )
+
+    def _compute(self, layer: int, fmt: ExpertFormat, hidden: torch.Tensor, weights: torch.Tensor, tokens: int) -> None:
+        up, down, up_bias, down_bias, _ = fmt.offsets
+        entries = min(self._store.num_experts[layer], tokens * self.top_k)
+        tiling, activation = choose_tiling(tokens), fmt.activation
+        blocks = {
+            "BLOCK_ROWS": tiling.rows,
+            "BLOCK_TOKENS": tiling.tokens,
+            "BLOCK_WIDTH": tiling.width,
+            "WIDEN": self.device.type != "cuda",
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+        }
+        up_kernel[(triton.cdiv(fmt.inter, tiling.rows), entries)](
+            self._act,
+            hidden,
+            self._entry_address,
+            self._entry_num,
+            up,
+            up_bias,
+            activation.alpha,
+            activation.limit,
+            TOKENS=tokens,
+            HIDDEN=fmt.hidden,
+            INTER=fmt.inter,
+            KIND=int(activation.kind),
+            GATED=fmt.gated,
+            BIAS=fmt.bias,
+            CLAMPED=activation.limit != float("inf"),
+            **blocks,
+        )
+        down_kernel[(triton.cdiv(fmt.hidden, tiling.rows), entries)](
+            self._partial,
+            self._act,
+            self._gpu_ids,
+            weights,
+            self._entry_address,
+            self._entry_expert,
+            self._entry_num,
+            self._spans[layer],
+            down,
+            down_bias,
+            TOKENS=tokens,
+            TOP_K=self.top_k,
+            HIDDEN=fmt.hidden,
+            INTER=fmt.inter,
+            BIAS=fmt.bias,
+            TIMED=self.timed,
+            **blocks,
+        )
+
+    def _combine(self, layer: int, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        width = hidden.shape[1]
+        block = min(1024, triton.next_power_of_2(width))
+        combine_kernel[(tokens, triton.cdiv(width, block))](
+            out,
+            self._partial,
+            self._gpu_ids,
+            self._cpu_num,
+            self.mailboxes.out[layer],
+            self.mailboxes.done[layer],
+            self._table,
+            self._spans[layer],
+            self.lane_spans[layer],
+            TOP_K=self.top_k,
+            HIDDEN=width,
+            BLOCK=block,
+            TIMED=self.timed,
+        )
+        return out

@@ -1,0 +1,127 @@
+"""DecodeSteps: what the host does around decode steps whose layers run without it.
+
+The order of one step, the device's work between ``begin`` and ``finish``::
+
+    begin(rows)   landed experts enter the map; map and split are published; CPU threads start polling
+    ...           the caller enqueues the step's work, or replays its graph
+    enqueued()    marks its end; then, while the device works, learns from the step before
+    ...           the caller waits for the work's end
+    finish()      keeps what the step's mailboxes say; CPU threads park; errors surface
+
+So statistics and swaps are off the step's path. A victim that is chosen while step N runs leaves the map at
+N + 1, and its slot is written after the end of N, which is the last step that may read it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenroom.experts.decode_path import DecodePath
+from greenroom.experts.mailbox import Mailboxes
+from greenroom.experts.manager import LayerRecord, OffloadManager
+from greenroom.experts.split import LaneTimes, SplitController
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """Copies of what a step left in the mailboxes.
+
+    ids: int32 [layers, rows, K]. weights: float32 [layers, rows, K].
+    lanes: int32 [layers, 3], experts that were resident, streamed, on the CPU.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    lanes: np.ndarray
+
+
+class DecodeSteps:
+    """Runs steps through a ``DecodePath``. One thread at a time, the one that runs the model."""
+
+    def __init__(self, manager: OffloadManager, path: DecodePath, mailboxes: Mailboxes) -> None:
+        self.path = path
+        self.split = _first_split(manager)
+        self._manager = manager
+        self._mailboxes = mailboxes
+        self._rows = 0
+        self._number = 0
+        self._finished: _Finished | None = None
+
+    def begin(self, rows: int) -> None:
+        """Opens a step of ``rows`` sequences; rows of padding come behind them."""
+        self._manager.begin_step()
+        try:
+            self.path.begin_step(rows, self.split.stream_num())
+            self._mailboxes.arm()
+        except BaseException:
+            self._manager.leave_step()
+            raise
+        self._rows = rows
+
+    def enqueued(self) -> None:
+        """All of the step's work has been enqueued on the device's current stream."""
+        self._manager.tier.end_step()
+        self.flush()
+
+    def finish(self, learn: bool = True) -> None:
+        """The step's work has ended.
+
+        Args:
+            learn: False for warm-up passes: nothing is counted.
+
+        Raises:
+            EngineError: the CPU engine failed in one of its layers.
+        """
+        self._number += 1
+        try:
+            self._mailboxes.disarm()
+            self._mailboxes.raise_failure()
+            if learn:
+                self._keep()
+        finally:
+            self._manager.leave_step()
+
+    def abandon(self) -> str:
+        """Gives a step up that does not end: answers every wait, and says where it stood."""
+        layer = self._mailboxes.pending()
+        self._mailboxes.disarm()
+        self._mailboxes.release()
+        self._manager.leave_step()
+        where = "no layer has a request open" if layer is None else f"layer {layer} has not been answered"
+        return f"decode step {self._number}: {where}"
+
+    def flush(self) -> None:
+        """Learns from the last finished step, if that has not been done."""
+        finished, self._finished = self._finished, None
+        if finished is None:
+            return
+        records = [
+            LayerRecord(layer, finished.ids[layer], finished.weights[layer], *map(int, finished.lanes[layer]))
+            for layer in range(len(finished.ids))
+        ]
+        self._manager.learn(records)
+
+    def _keep(self) -> None:
+        boxes, rows = self._mailboxes, self._rows
+        lanes = boxes.request[:, 1:4].numpy().copy()
+        self._finished = _Finished(boxes.ids[:, :rows].numpy().copy(), boxes.weights[:, :rows].numpy().copy(), lanes)
+        on_cpu, streamed = lanes[:, 2] > 0, lanes[:, 1] > 0
+        spans = self.path.lane_spans.numpy()
+        self.split.observe(
+            LaneTimes(
+                # Without a clock on the device nothing is known about its lane.
+                streamed=int(lanes[streamed, 1].sum()) if self.path.timed else 0,
+                streamed_s=float((spans[streamed, 1] - spans[streamed, 0]).sum()) / 1e9,
+                cpu=int(lanes[on_cpu, 2].sum()),
+                cpu_s=float(boxes.busy_ns[:, 0].numpy()[on_cpu].sum()) / 1e9,
+            )
+        )
+
+
+def _first_split(manager: OffloadManager) -> SplitController:
+    """From the rates measured at load, for an expert of average size."""
+    costs, formats = manager.costs, manager.store.formats
+    size = sum(fmt.block_bytes for fmt in formats) / len(formats)
+    streamed_s = size / costs.copy_bytes_per_s if costs.copy_bytes_per_s > 0 else float("inf")
+    cpu_s = size / costs.cpu_bytes_per_s if costs.cpu_bytes_per_s > 0 else float("inf")
+    return SplitController(streamed_s, cpu_s, max(manager.store.num_experts))

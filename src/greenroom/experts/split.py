@@ -1,0 +1,85 @@
+"""How many absent experts of a decode step go over PCIe and how many to the CPU. Pure, but for what it learns.
+
+It starts from the bandwidths measured at load and then follows what steps really take, so a CPU that slows
+down (a busy host, a container's quota) sheds its experts within a few steps, and gets them back.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_TRUST = 0.3
+"""Weight of a new step against what was known: a changed rate is followed within about five steps."""
+
+_PROBE_AFTER = 32
+"""Steps without an expert on a lane, after which that lane is believed to be faster again."""
+
+_PROBE_GAIN = 0.8
+
+
+@dataclass(frozen=True)
+class LaneTimes:
+    """What one step's absent experts took, summed over layers.
+
+    streamed, cpu: experts on each lane. streamed_s, cpu_s: seconds that each lane was busy.
+    """
+
+    streamed: int
+    streamed_s: float
+    cpu: int
+    cpu_s: float
+
+
+class SplitController:
+    """Seconds that an expert takes on each lane, as the last steps showed.
+
+    Attributes:
+        streamed_s: seconds to read one expert over PCIe.
+        cpu_s: seconds to compute one expert on the CPU.
+    """
+
+    def __init__(self, streamed_s: float, cpu_s: float, max_experts: int) -> None:
+        """Infinite seconds close a lane for good; one must be open.
+
+        Args:
+            max_experts: of any layer.
+        """
+        if not (streamed_s > 0 and cpu_s > 0) or streamed_s == cpu_s == float("inf"):
+            raise ValueError("seconds an expert must be positive, and one lane open")
+        self.streamed_s = streamed_s
+        self.cpu_s = cpu_s
+        self._max_experts = max_experts
+        self._steps_without = {"streamed": 0, "cpu": 0}
+
+    def stream_num(self) -> np.ndarray:
+        """int32 [max_experts + 1]: of so many absent experts, how many to stream."""
+        return split_table(self.streamed_s, self.cpu_s, self._max_experts)
+
+    def observe(self, times: LaneTimes) -> None:
+        """Learns from a step."""
+        if times.streamed + times.cpu == 0:
+            return
+        self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, times.streamed_s)
+        self.cpu_s = self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
+
+    def _follow(self, lane: str, known: float, experts: int, seconds: float) -> float:
+        if experts > 0:
+            self._steps_without[lane] = 0
+            # In logarithms: a rate that was wrong by fifty times either way is left equally fast.
+            return float(known ** (1 - _TRUST) * max(seconds / experts, 1e-9) ** _TRUST)
+        self._steps_without[lane] += 1
+        if self._steps_without[lane] % _PROBE_AFTER == 0:
+            return known * _PROBE_GAIN
+        return known
+
+
+def split_table(streamed_s: float, cpu_s: float, max_experts: int) -> np.ndarray:
+    """int32 [max_experts + 1]: for each number of absent experts, how many to stream so that the slower of
+    the two lanes ends soonest. Of equally good numbers the smallest."""
+    absent = np.arange(max_experts + 1)[:, None]
+    streamed = np.arange(max_experts + 1)[None, :]
+    with np.errstate(invalid="ignore"):
+        streaming = np.where(streamed > 0, streamed * streamed_s, 0.0)
+        computing = np.where(absent > streamed, (absent - streamed) * cpu_s, 0.0)
+    seconds = np.where(streamed <= absent, np.maximum(streaming, computing), np.inf)
+    return np.argmin(seconds, axis=1).astype(np.int32)
