@@ -12,9 +12,13 @@ _TRUST = 0.3
 """Weight of a new step against what was known: a changed rate is followed within about five steps."""
 
 _PROBE_AFTER = 32
-"""Steps without an expert on a lane, after which that lane is believed to be faster again."""
+"""Steps without an expert on a lane, after which it is believed to be a little faster, until it gets one again.
+Each time that it then fails to keep it, the wait is doubled, so that a lane that stays slow costs next to nothing."""
 
+_PROBE_AFTER_AT_MOST = 512
 _PROBE_GAIN = 0.8
+_BACK = 16
+"""Steps in a row with experts that make a lane an ordinary one again."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class SplitController:
         self.streamed_s = streamed_s
         self.cpu_s = cpu_s
         self._max_experts = max_experts
-        self._steps_without = {"streamed": 0, "cpu": 0}
+        self._lanes = {"streamed": _LaneUse(), "cpu": _LaneUse()}
 
     def stream_num(self) -> np.ndarray:
         """int32 [max_experts + 1]: of so many absent experts, how many to stream."""
@@ -63,14 +67,32 @@ class SplitController:
         self.cpu_s = self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
 
     def _follow(self, lane: str, known: float, experts: int, seconds: float) -> float:
+        use = self._lanes[lane]
         if experts > 0:
-            self._steps_without[lane] = 0
+            use.used()
             # In logarithms: a rate that was wrong by fifty times either way is left equally fast.
             return float(known ** (1 - _TRUST) * max(seconds / experts, 1e-9) ** _TRUST)
-        self._steps_without[lane] += 1
-        if self._steps_without[lane] % _PROBE_AFTER == 0:
-            return known * _PROBE_GAIN
-        return known
+        return known * _PROBE_GAIN if use.unused() else known
+
+
+class _LaneUse:
+    """How long a lane has had experts, or none, and when to try it again."""
+
+    def __init__(self) -> None:
+        self._with = self._without = 0
+        self._wait = _PROBE_AFTER
+
+    def used(self) -> None:
+        if self._without >= self._wait:
+            self._wait = min(2 * self._wait, _PROBE_AFTER_AT_MOST)
+        self._with, self._without = self._with + 1, 0
+        if self._with >= _BACK:
+            self._wait = _PROBE_AFTER
+
+    def unused(self) -> bool:
+        """Whether it is time to think better of the lane."""
+        self._with, self._without = 0, self._without + 1
+        return self._without % self._wait == 0
 
 
 def split_table(streamed_s: float, cpu_s: float, max_experts: int) -> np.ndarray:

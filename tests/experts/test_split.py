@@ -1,0 +1,94 @@
+"""The split of absent experts between PCIe and CPU: against brute force, and on simulated machines."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.experts.split import LaneTimes, SplitController, split_table
+
+SECONDS = st.floats(1e-6, 1e-1)
+
+
+@given(SECONDS, SECONDS, st.integers(0, 40))
+def test_the_table_equals_brute_force(streamed_s, cpu_s, experts):
+    table = split_table(streamed_s, cpu_s, experts)
+    for absent, chosen in enumerate(table):
+        ends = [max(n * streamed_s, (absent - n) * cpu_s) for n in range(absent + 1)]
+        assert ends[chosen] == min(ends)
+
+
+def test_a_closed_lane_gets_nothing():
+    assert split_table(float("inf"), 1.0, 5).tolist() == [0] * 6
+    assert split_table(1.0, float("inf"), 5).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 1.0), (1.0, -1.0), (float("inf"), float("inf"))])
+def test_impossible_rates_are_refused(seconds):
+    with pytest.raises(ValueError, match="positive"):
+        SplitController(*seconds, 8)
+
+
+class Machine:
+    """Layers of a model on a machine whose lanes take what they take; the clock is the sum of its layers."""
+
+    def __init__(self, streamed_s: float, cpu_s: float, noise: float = 0.0) -> None:
+        self.streamed_s, self.cpu_s, self.noise = streamed_s, cpu_s, noise
+        self.random = np.random.default_rng(0)
+
+    def step(self, table: np.ndarray, absent: int, layers: int = 12) -> tuple[float, LaneTimes]:
+        streamed = int(table[absent])
+        cpu = absent - streamed
+        factor = 1 + self.noise * self.random.random(2)
+        streaming, computing = streamed * self.streamed_s * factor[0], cpu * self.cpu_s * factor[1]
+        times = LaneTimes(streamed * layers, streaming * layers, cpu * layers, computing * layers)
+        return max(streaming, computing) * layers, times
+
+
+def seconds_a_step(machine: Machine, split: SplitController, absent: int, steps: int) -> list[float]:
+    clock = []
+    for _ in range(steps):
+        seconds, times = machine.step(split.stream_num(), absent)
+        split.observe(times)
+        clock.append(seconds)
+    return clock
+
+
+@pytest.mark.parametrize("slowdown", [1, 2, 8, 50])
+@pytest.mark.parametrize("absent", [2, 8, 82])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_both_lanes_are_never_slower_than_the_better_one(slowdown, absent, noise):
+    """The CPU turns out so much slower than the rate that was measured at load."""
+    machine = Machine(190e-6, 95e-6 * slowdown, noise)
+    clock = seconds_a_step(machine, SplitController(190e-6, 95e-6, 128), absent, 1000)
+    alone = min(absent * machine.streamed_s, absent * machine.cpu_s) * 12
+    settled = clock[16:]
+    assert np.median(settled) <= alone * (1 + noise)
+    assert np.mean(settled) <= alone * (1.05 + noise), "probing a slow lane costs little"
+
+
+def test_a_lane_that_recovers_gets_its_experts_back():
+    machine = Machine(190e-6, 95e-6 * 50)
+    split = SplitController(190e-6, 95e-6, 128)
+    seconds_a_step(machine, split, 8, 50)
+    assert split.stream_num()[8] == 8
+    machine.cpu_s = 95e-6
+    seconds_a_step(machine, split, 8, 2000)
+    assert split.stream_num()[8] == split_table(190e-6, 95e-6, 128)[8]
+
+
+def test_a_change_is_followed_within_a_few_steps():
+    machine = Machine(190e-6, 95e-6)
+    split = SplitController(190e-6, 95e-6, 128)
+    seconds_a_step(machine, split, 82, 10)
+    machine.cpu_s *= 8
+    seconds_a_step(machine, split, 82, 8)
+    best = split_table(machine.streamed_s, machine.cpu_s, 128)[82]
+    assert abs(int(split.stream_num()[82]) - int(best)) <= 3
+
+
+def test_steps_without_absent_experts_change_nothing():
+    split = SplitController(2.0, 3.0, 8)
+    for _ in range(500):
+        split.observe(LaneTimes(0, 0.0, 0, 0.0))
+    assert (split.streamed_s, split.cpu_s) == (2.0, 3.0)
