@@ -72,9 +72,9 @@ def test_a_lane_that_recovers_gets_its_experts_back():
     split = SplitController(190e-6, 95e-6, 128)
     seconds_a_step(machine, split, 8, 50)
     assert split.stream_num()[8] == 8
-    machine.cpu_s = 95e-6
+    machine.cpu_s = 90e-6
     seconds_a_step(machine, split, 8, 2000)
-    assert split.stream_num()[8] == split_table(190e-6, 95e-6, 128)[8]
+    assert split.stream_num()[8] == split_table(190e-6, 90e-6, 128)[8]
 
 
 def test_a_change_is_followed_within_a_few_steps():
