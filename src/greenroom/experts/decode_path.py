@@ -139,6 +139,7 @@ class DecodePath:
     ) -> None:
         box, (tokens, top_k) = self.mailboxes, ids.shape
         num_experts = self._store.num_experts[layer]
+        experts_pow2, pairs_pow2 = triton.next_power_of_2(num_experts), triton.next_power_of_2(tokens * top_k)
         dispatch_kernel[(1,)](
             hidden,
             ids,
@@ -165,8 +166,9 @@ class DecodePath:
             TOKENS=tokens,
             TOP_K=top_k,
             HIDDEN=fmt.hidden,
-            EXPERTS_POW2=max(64, triton.next_power_of_2(num_experts)),
-            PAIRS_POW2=triton.next_power_of_2(tokens * top_k),
+            EXPERTS_POW2=experts_pow2,
+            PAIRS_POW2=pairs_pow2,
+            KEY_BITS=(2 * experts_pow2 * pairs_pow2).bit_length() - 1,
             COPY_BLOCK=2048,
             TIMED=self.timed,
             num_warps=4,

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-_RANK_CHUNK = tl.constexpr(64)
-
 
 @triton.jit
 def dispatch_kernel(
@@ -41,6 +39,7 @@ def dispatch_kernel(
     HIDDEN: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     PAIRS_POW2: tl.constexpr,
+    KEY_BITS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
     TIMED: tl.constexpr,
 ):
@@ -61,6 +60,7 @@ def dispatch_kernel(
         spans: int64 [>= 3], the device's clock; the first is written here.
         slot_base, host_base: addresses of the layer's first slot and of its first expert in host memory.
         block_bytes: from one expert to the next, in both.
+        KEY_BITS: of EXPERTS_POW2 * PAIRS_POW2 * 2.
     """
     count_rows = tl.load(rows)
     pair = tl.arange(0, PAIRS_POW2)
@@ -78,17 +78,20 @@ def dispatch_kernel(
     absent_num = tl.sum(absent.to(tl.int32), axis=0)
     wanted = tl.load(stream_num + absent_num)
 
-    # Unique, so that ranks are: most pairs first, then the lower id.
+    # Most pairs first, then the lower id. Keys are unique, so exactly ``wanted`` of them reach the threshold.
     key = tl.where(absent, pairs_of * EXPERTS_POW2 + (EXPERTS_POW2 - 1 - expert), -1)
-    rank = tl.zeros((EXPERTS_POW2,), tl.int32)
-    for first in tl.static_range(0, EXPERTS_POW2, _RANK_CHUNK):
-        other = tl.gather(key, first + tl.arange(0, _RANK_CHUNK), 0)
-        rank += tl.sum((other[None, :] > key[:, None]).to(tl.int32), axis=1)
-    streamed = absent & (rank < wanted)
+    threshold = 0
+    for bit in tl.static_range(KEY_BITS):
+        candidate = threshold + (1 << (KEY_BITS - 1 - bit))
+        reached = tl.sum((key >= candidate).to(tl.int32), axis=0)
+        threshold = tl.where(reached >= wanted, candidate, threshold)
+    streamed = absent & (key >= threshold) & (wanted > 0)
     streamed_num = tl.sum(streamed.to(tl.int32), axis=0)
     on_gpu = resident | streamed
 
-    place = tl.where(streamed, rank, streamed_num + tl.cumsum(resident.to(tl.int32), 0) - 1)
+    place = tl.where(
+        streamed, tl.cumsum(streamed.to(tl.int32), 0) - 1, streamed_num + tl.cumsum(resident.to(tl.int32), 0) - 1
+    )
     address = tl.where(
         resident,
         slot_base + slot.to(tl.int64) * block_bytes,
