@@ -131,6 +131,10 @@ def offload_experts(
         raise
     attach_manager(model, spec.layers, manager)
     model.eval()
+    if device.type == "cuda":
+        from greenroom.engine.fusion import fuse_norms  # needs triton, which GPU builds of torch bring
+
+        fuse_norms(model)
     offload = Offload(spec, config, plan, engine, manager, device, time.perf_counter() - started)
     setattr(model, _ATTRIBUTE, offload)
     _compare_with_plan(offload)

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from greenroom.engine.attach import RoutedExperts
 from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.fusion import use_decode_attention
 from greenroom.engine.offload import offload_of
 from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.decode_path import DecodePath
@@ -53,6 +54,7 @@ class StepRunner:
         self._max_length = max_length
         self._watchdog_s = watchdog_s
         self._cache_name = cache_argument(model)
+        use_decode_attention(model)
         self._use_graph = graph and self._device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps: DecodeSteps | None = None
@@ -221,4 +223,3 @@ class StepRunner:
 
     def _first_experts(self) -> RoutedExperts:
         return next(module for module in self._model.modules() if isinstance(module, RoutedExperts))
-

@@ -28,11 +28,24 @@ class _Finished:
 
     ids: int32 [layers, rows, K]. weights: float32 [layers, rows, K].
     lanes: int32 [layers, 3], experts that were resident, streamed, on the CPU.
+    busy_ns: int64 [layers], the CPU's time. spans: int64 [layers, 8], the device's clock.
     """
 
     ids: np.ndarray
     weights: np.ndarray
     lanes: np.ndarray
+    busy_ns: np.ndarray
+    spans: np.ndarray
+
+    def times(self, timed: bool) -> LaneTimes:
+        """Without a clock on the device (``timed``) nothing is known about its lane."""
+        streamed, on_cpu = self.lanes[:, 1] > 0, self.lanes[:, 2] > 0
+        return LaneTimes(
+            streamed=int(self.lanes[:, 1].sum()) if timed else 0,
+            streamed_s=float((self.spans[streamed, 1] - self.spans[streamed, 0]).sum()) / 1e9,
+            cpu=int(self.lanes[:, 2].sum()),
+            cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
+        )
 
 
 class DecodeSteps:
@@ -100,21 +113,16 @@ class DecodeSteps:
             for layer in range(len(finished.ids))
         ]
         self._manager.learn(records)
+        self.split.observe(finished.times(self.path.timed))
 
     def _keep(self) -> None:
         boxes, rows = self._mailboxes, self._rows
-        lanes = boxes.request[:, 1:4].numpy().copy()
-        self._finished = _Finished(boxes.ids[:, :rows].numpy().copy(), boxes.weights[:, :rows].numpy().copy(), lanes)
-        on_cpu, streamed = lanes[:, 2] > 0, lanes[:, 1] > 0
-        spans = self.path.lane_spans.numpy()
-        self.split.observe(
-            LaneTimes(
-                # Without a clock on the device nothing is known about its lane.
-                streamed=int(lanes[streamed, 1].sum()) if self.path.timed else 0,
-                streamed_s=float((spans[streamed, 1] - spans[streamed, 0]).sum()) / 1e9,
-                cpu=int(lanes[on_cpu, 2].sum()),
-                cpu_s=float(boxes.busy_ns[:, 0].numpy()[on_cpu].sum()) / 1e9,
-            )
+        self._finished = _Finished(
+            boxes.ids[:, :rows].numpy().copy(),
+            boxes.weights[:, :rows].numpy().copy(),
+            boxes.request[:, 1:4].numpy().copy(),
+            boxes.busy_ns[:, 0].numpy().copy(),
+            self.path.lane_spans.numpy().copy(),
         )
 
 

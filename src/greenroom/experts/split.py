@@ -53,11 +53,14 @@ class SplitController:
         self.streamed_s = streamed_s
         self.cpu_s = cpu_s
         self._max_experts = max_experts
+        self._table: np.ndarray | None = None
         self._lanes = {"streamed": _LaneUse(), "cpu": _LaneUse()}
 
     def stream_num(self) -> np.ndarray:
         """int32 [max_experts + 1]: of so many absent experts, how many to stream."""
-        return split_table(self.streamed_s, self.cpu_s, self._max_experts)
+        if self._table is None:
+            self._table = split_table(self.streamed_s, self.cpu_s, self._max_experts)
+        return self._table
 
     def observe(self, times: LaneTimes) -> None:
         """Learns from a step."""
@@ -65,6 +68,7 @@ class SplitController:
             return
         self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, times.streamed_s)
         self.cpu_s = self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
+        self._table = split_table(self.streamed_s, self.cpu_s, self._max_experts)
 
     def _follow(self, lane: str, known: float, experts: int, seconds: float) -> float:
         use = self._lanes[lane]

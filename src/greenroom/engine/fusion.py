@@ -1,0 +1,112 @@
+"""Fewer, larger kernels for the parts of a model that are not experts, through transformers' own interfaces.
+
+Decode at a few sequences is a chain of small kernels. RMS norms become one kernel each, and attention over a
+KV cache of fixed size reads keys and values once for all query heads that share them.
+"""
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from greenroom.kernels.gpu.decode_attention import decode_attention
+from greenroom.kernels.gpu.rms_norm import rms_norm
+
+ATTENTION = "greenroom"
+"""Name of the attention function in transformers' registry."""
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Gives every module that computes an RMS norm the kernel; returns how many.
+
+    A module counts as one if its result on random rows is that of the formula, bit for bit.
+    """
+    fused = 0
+    for module in model.modules():
+        epsilon = _rms_epsilon(module)
+        if epsilon is not None:
+            module.forward = _fused(module, epsilon)  # type: ignore[method-assign]
+            fused += 1
+    return fused
+
+
+def use_decode_attention(model: PreTrainedModel) -> bool:
+    """Lets ``model`` attend through ``attention_forward``, if it uses sdpa now; returns whether it did."""
+    if model.config._attn_implementation != "sdpa":
+        return False
+    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    model.set_attn_implementation(ATTENTION)
+    return True
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' interface: one new token over a masked cache here, everything else by sdpa.
+
+    Args:
+        query: [B, Hq, T, D]; key, value: [B, Hk, S, D].
+        attention_mask: bool [B or 1, 1, T, S], or None.
+
+    Returns:
+        [B, T, Hq, D], None.
+    """
+    special = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
+    if special or not _is_decode(query, key, value, attention_mask):
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return result
+    assert attention_mask is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return decode_attention(query, key, value, attention_mask, scale), None
+
+
+def _is_decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    return (
+        query.shape[2] == 1
+        and mask is not None
+        and mask.dtype == torch.bool
+        and mask.shape[1:] == (1, 1, key.shape[2])
+        and mask.stride(-1) == 1
+        and query.stride(-1) == 1
+        and key.stride()[2:] == (key.shape[3], 1)
+        and value.stride()[2:] == (value.shape[3], 1)
+        and query.shape[1] % key.shape[1] == 0
+    )
+
+
+def _rms_epsilon(module: nn.Module) -> float | None:
+    """The epsilon of a module that is an RMS norm with a weight, None for any other."""
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(epsilon, float) or not isinstance(weight, nn.Parameter) or weight.ndim != 1:
+        return None
+    if len(list(module.parameters())) != 1 or not weight.is_floating_point():
+        return None
+    with torch.no_grad():
+        rows = torch.randn(4, len(weight), device=weight.device).to(weight.dtype)
+        try:
+            result = module(rows)
+        except (TypeError, RuntimeError):
+            return None  # takes something else than rows
+    wide = rows.float()
+    normal = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(rows.dtype)
+    return epsilon if isinstance(result, torch.Tensor) and torch.equal(result, weight * normal) else None
+
+
+def _fused(module: nn.Module, epsilon: float):  # type: ignore[no-untyped-def]
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        assert isinstance(module.weight, torch.Tensor)
+        return rms_norm(hidden_states.contiguous(), module.weight, epsilon)
+
+    return forward

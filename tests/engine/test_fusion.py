@@ -1,0 +1,73 @@
+"""Fused parts of a model against transformers' own code and float64."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+pytest.importorskip("triton")
+
+from greenroom.engine.fusion import attention_forward, fuse_norms
+from greenroom.kernels.gpu.decode_attention import decode_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 2048])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_fused_norm_equals_the_models(width, dtype):
+    stock, fused = (Qwen3MoeRMSNorm(width).to(DEVICE, dtype) for _ in range(2))
+    nn.init.normal_(stock.weight)
+    fused.load_state_dict(stock.state_dict())
+    assert fuse_norms(fused) == 1
+    rows = (torch.randn(3, 5, width, device=DEVICE) * 10).to(dtype)
+    with torch.no_grad():
+        expected, result = stock(rows), fused(rows)
+    assert result.dtype == expected.dtype
+    # The mean is summed in another order, which may turn one rounding over.
+    torch.testing.assert_close(result, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [Gemma3RMSNorm(32), nn.LayerNorm(32), nn.Linear(32, 32), nn.Embedding(32, 8)])
+def test_other_modules_are_left_alone(module):
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    assert fuse_norms(module.to(DEVICE)) == 0
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (8, 2), (32, 4), (6, 1)])
+@pytest.mark.parametrize(("length", "dim", "value_dim"), [(5, 16, 16), (177, 128, 128), (64, 40, 24), (2500, 32, 32)])
+def test_decode_attention_equals_float64(heads, key_heads, length, dim, value_dim):
+    batch, dtype = 2, torch.bfloat16
+    query = torch.randn(batch, heads, 1, dim, device=DEVICE).to(dtype)
+    key = torch.randn(batch, key_heads, length, dim, device=DEVICE).to(dtype)
+    value = torch.randn(batch, key_heads, length, value_dim, device=DEVICE).to(dtype)
+    mask = torch.zeros(batch, 1, 1, length, dtype=torch.bool, device=DEVICE)
+    mask[0, ..., : max(1, length // 2)] = True
+    mask[1, ..., length - 1] = True  # all but the last stretch see nothing
+    out = decode_attention(query, key, value, mask, 0.3)
+    wide = [tensor.double().repeat_interleave(heads // key_heads, 1) for tensor in (key, value)]
+    products = (query.double() @ wide[0].transpose(2, 3)) * 0.3
+    expected = products.masked_fill(~mask, float("-inf")).softmax(-1) @ wide[1]
+    error = (out.double() - expected.transpose(1, 2)).norm() / expected.norm()
+    assert error < 5e-3
+
+
+class Attention(nn.Module):
+    num_key_value_groups = 4
+    is_causal = True
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_attention_function_equals_sdpa(tokens, masked):
+    query = torch.randn(2, 3, 8, 16, device=DEVICE)[:, :tokens].transpose(1, 2)
+    key, value = torch.randn(2, 2, 2, 20, 16, device=DEVICE)
+    mask = torch.rand(2, 1, tokens, 20, device=DEVICE) > 0.5 if masked else None
+    if mask is not None:
+        mask[..., 0] = True
+    result, _ = attention_forward(Attention(), query, key, value, mask, scaling=0.2)
+    expected, _ = sdpa_attention_forward(Attention(), query, key, value, mask, scaling=0.2)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
