@@ -96,6 +96,17 @@ def test_boxes_and_formats_are_copied_and_outlive_their_engine() -> None:
     library.gr_engine_destroy(engine)
     assert library.gr_mailboxes_arm(handle) == 1
     assert "has ended" in last_error(library)
+    assert library.gr_mailboxes_release(handle) == 0, "the end of the engine disarms"
     assert library.gr_mailboxes_disarm(handle) == 0
     assert library.gr_mailboxes_pending(handle) == -1
     library.gr_mailboxes_destroy(handle)
+
+
+def test_destroying_disarms(engine: ctypes.c_void_p) -> None:
+    library, box = load_library(), Box()
+    handle = box.create(engine)[1]
+    assert library.gr_mailboxes_arm(handle) == 0
+    library.gr_mailboxes_destroy(handle)
+    box.words[0] = 1
+    time.sleep(0.02)
+    assert box.words[0] == 1, "mailboxes that are gone were served"

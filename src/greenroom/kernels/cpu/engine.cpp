@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cmath>
@@ -45,6 +46,13 @@ void pin(std::thread &thread, int32_t core) {
   (void)thread, (void)core;
   throw std::invalid_argument("threads cannot be pinned on this operating system; leave the cores out");
 #endif
+}
+
+// Of this thread: a pause that the scheduler makes in a unit of work must not be multiplied.
+std::chrono::nanoseconds processor_time() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
 }
 
 // Signals belong to the program's own threads.
@@ -198,11 +206,11 @@ void Engine::run(uint32_t unit, size_t worker) {
 }
 
 void Engine::run_throttled(uint32_t unit, size_t worker, double factor) {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point begin = Clock::now();
+  const std::chrono::nanoseconds begin = processor_time();
   run(unit, worker);
-  const auto end = begin + std::chrono::duration_cast<Clock::duration>((Clock::now() - begin) * factor);
-  while (Clock::now() < end) pause_briefly();
+  const auto rest = (processor_time() - begin) * (factor - 1);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(rest);
+  while (std::chrono::steady_clock::now() < end) pause_briefly();
 }
 
 void Engine::fail(const char *sentence) {
