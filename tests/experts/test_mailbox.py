@@ -270,6 +270,23 @@ def test_ordinary_jobs_that_never_pause_do_not_starve_requests(threads: int) -> 
         assert not failures, failures[0]
 
 
+def test_jobs_run_in_the_order_in_which_they_came() -> None:
+    with Stage([SMALL, SLOW]) as stage:
+        batches = [stage.batch(0, 2, seed) for seed in range(5)]
+        expected = [stage.submitted(0, batch) for batch in batches]
+        stage.slow_down(1, 0.05)
+        stage.boxes.arm()
+        stage.post(1)
+        stage.device.wait_until_begun(1)
+        out = torch.empty_like(expected[0])
+        args = (stage.store.formats[0], stage.store.addresses(0))
+        tickets = [stage.engine.submit(*args, *batch, out) for batch in batches]
+        for ticket in tickets:
+            ticket.wait()
+        assert stage.device.answered(1)
+        assert torch.equal(out, expected[-1]), "the last job was not the last"
+
+
 def test_two_lanes_are_armed_apart() -> None:
     with Stage([SMALL, WIDE]) as stage:
         lane = Mailboxes(stage.engine, stage.store, 4, 3, pin_memory=False)
