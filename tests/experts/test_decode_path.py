@@ -21,7 +21,7 @@ from greenroom.experts.host_tier import HostTier
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager
 from greenroom.experts.policies import make_policy
-from greenroom.experts.split import SplitController
+from greenroom.experts.split import PARTS, SplitController
 from greenroom.experts.store import HostStore
 from tests.reference.expert_math import moe_float64
 
@@ -76,8 +76,8 @@ def only(streamed_of_ten: int, max_experts: int) -> SplitController:
     """A split that streams so many tenths of the absent experts and never learns."""
 
     class Fixed(SplitController):
-        def stream_num(self) -> np.ndarray:
-            return (np.arange(max_experts + 1) * streamed_of_ten // 10).astype(np.int32)
+        def stream_parts(self) -> np.ndarray:
+            return (np.arange(max_experts + 1) * streamed_of_ten // 10 * PARTS).astype(np.int32)
 
     return Fixed(1.0, 1.0, max_experts)
 
@@ -99,7 +99,9 @@ def run(steps: DecodeSteps, rows: int, layer: int, batch: tuple[torch.Tensor, ..
     return out.cpu()
 
 
-def check(out: torch.Tensor, batch: tuple[torch.Tensor, ...], manager: OffloadManager, rows: int, layer: int = 0) -> None:
+def check(
+    out: torch.Tensor, batch: tuple[torch.Tensor, ...], manager: OffloadManager, rows: int, layer: int = 0
+) -> None:
     fmt = manager.store.formats[layer]
     hidden, ids, weights = batch
     expected = moe_float64(hidden[:rows], ids[:rows], weights[:rows], manager.store.views(layer), fmt)

@@ -6,9 +6,11 @@ allocated or synchronised, so a whole step can be captured in a CUDA graph and r
 
 Who writes what:
 
-- The host writes ``rows`` and ``stream_num`` through page-locked twins, before a step's work is enqueued
+- The host writes ``rows`` and ``stream_parts`` through page-locked twins, before a step's work is enqueued
   and after the copies of the step before have been made.
 - Buffers on the device belong to one stream: its order keeps layers apart.
+- The fetch buffer is filled on a stream of its own while resident experts run, behind the dispatch kernel and
+  before the kernels that read it; the two streams meet again before combine.
 - The mailbox's payload is written by the device until it raises the request, then read by the CPU engine
   until that raises done, and done is reset by the device. So each has one writer at a time.
 """
@@ -24,7 +26,8 @@ from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.store import HostStore
 from greenroom.kernels.gpu.combine import combine_kernel
 from greenroom.kernels.gpu.dispatch import dispatch_kernel
-from greenroom.kernels.gpu.expert_ffn import down_kernel, up_kernel
+from greenroom.kernels.gpu.expert_ffn import ALL, CROSSING, RESIDENT, down_kernel, up_kernel
+from greenroom.kernels.gpu.fetch import fetch_kernel
 from greenroom.kernels.gpu.stream_wait import wait_until_one
 
 
@@ -43,7 +46,21 @@ def choose_tiling(tokens: int) -> Tiling:
     """Tiles for a batch of ``tokens``: products and sums for one, matrix units for more."""
     if tokens == 1:
         return Tiling(rows=8, tokens=1, width=512, warps=4, stages=3)
-    return Tiling(rows=16, tokens=max(16, triton.next_power_of_2(tokens)), width=128, warps=4, stages=4)
+    return Tiling(rows=32, tokens=max(16, triton.next_power_of_2(tokens)), width=128, warps=4, stages=4)
+
+
+_FETCH_BYTES = 512 << 20
+"""Of a fetch buffer at most, unless one expert is larger. Experts beyond it are read where they lie, slower."""
+
+_MOST_FETCH_SLOTS = 32
+
+_FETCH_STRETCH, _FETCH_BLOCK = 1 << 14, 1 << 12
+"""Words of 4 bytes: what one program of the fetch kernel copies, and in what steps."""
+
+
+def count_fetch_slots(block_bytes: int, entries: int) -> int:
+    """Experts that a fetch buffer holds."""
+    return max(1, min(_FETCH_BYTES // block_bytes, _MOST_FETCH_SLOTS, entries))
 
 
 class DecodePath:
@@ -88,29 +105,43 @@ class DecodePath:
         hidden, inter = max(f.hidden for f in store.formats), max(f.inter for f in store.formats)
         self._entry_address = torch.zeros(entries, dtype=torch.int64, device=device)
         self._entry_expert = torch.zeros(entries, dtype=torch.int32, device=device)
-        self._entry_num = torch.zeros(2, dtype=torch.int32, device=device)
+        self._entry_rows = torch.zeros(entries, dtype=torch.int32, device=device)
+        self._entry_num = torch.zeros(3, dtype=torch.int32, device=device)
+        largest = max(fmt.block_bytes for fmt in store.formats)
+        absent = any(len(held) < count for held, count in zip(slots, store.num_experts, strict=True))
+        self._fetch_slots = count_fetch_slots(largest, entries) if absent else 1
+        self._fetch_source = torch.zeros(self._fetch_slots, dtype=torch.int64, device=device)
+        self._fetched = torch.empty(self._fetch_slots * largest if absent else 0, dtype=torch.uint8, device=device)
+        self._fetch_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._gpu_ids = torch.zeros(pairs, dtype=torch.int32, device=device)
         self._cpu_num = torch.zeros(1, dtype=torch.int32, device=device)
         self._act = torch.zeros(entries * max_tokens * inter, dtype=store.formats[0].dtype, device=device)
         self._partial = torch.zeros(pairs * hidden, dtype=torch.float32, device=device)
         pin = device.type == "cuda"
-        # One table, so that one copy brings it: rows, then stream_num.
+        # One table, so that one copy brings it: rows, then stream_parts.
         self._table = torch.zeros(max(store.num_experts) + 2, dtype=torch.int32, device=device)
         self._table_twin = torch.zeros(len(self._table), dtype=torch.int32, pin_memory=pin)
         # Of each layer: end of dispatch, end of the experts read over PCIe, begin of combine.
         self._spans = torch.zeros(len(store), 4, dtype=torch.int64, device=device)
         self.lane_spans = torch.zeros(len(store), 8, dtype=torch.int64, pin_memory=pin)
 
-    def begin_step(self, rows: int, stream_num: np.ndarray) -> None:
+    @property
+    def device_bytes(self) -> int:
+        """Of buffers for experts and their activations."""
+        return sum(t.numel() * t.element_size() for t in (self._fetched, self._act, self._partial))
+
+    def begin_step(self, rows: int, stream_parts: np.ndarray) -> None:
         """Enqueues what the step's kernels need to know. The copies of the step before must have been made.
 
         Args:
             rows: of the batch that are no padding; they come first.
-            stream_num: int32 [experts + 1], how many of so many absent experts go over PCIe.
+            stream_parts: int32 [experts + 1], how many sixteenths of so many absent experts go over PCIe.
         """
         twin = self._table_twin.numpy()
+        if twin[0] == rows and np.array_equal(twin[1 : 1 + len(stream_parts)], stream_parts):
+            return
         twin[0] = rows
-        twin[1 : 1 + len(stream_num)] = stream_num
+        twin[1 : 1 + len(stream_parts)] = stream_parts
         self._table.copy_(self._table_twin, non_blocking=True)
 
     def run(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -130,7 +161,7 @@ class DecodePath:
             raise ValueError(f"this path takes [<= {self.max_tokens}, {self.top_k}] choices, not {tuple(ids.shape)}")
         ids, weights = ids.contiguous(), weights.contiguous()
         self._dispatch(layer, fmt, hidden, ids, weights)
-        self._compute(layer, fmt, hidden, weights, tokens)
+        self._run_experts(layer, fmt, hidden, weights, tokens)
         wait_until_one(self.mailboxes.done[layer, :1], self.device)
         return self._combine(layer, hidden, tokens)
 
@@ -149,7 +180,9 @@ class DecodePath:
             self._table[1:],
             self._entry_address,
             self._entry_expert,
+            self._entry_rows,
             self._entry_num,
+            self._fetch_source,
             self._gpu_ids,
             self._cpu_num,
             box.hidden[layer],
@@ -161,11 +194,14 @@ class DecodePath:
             self._spans[layer],
             self._slots[layer].data_ptr(),
             self._host_base[layer],
+            self._fetched.data_ptr(),
             fmt.block_bytes,
             NUM_EXPERTS=num_experts,
             TOKENS=tokens,
             TOP_K=top_k,
             HIDDEN=fmt.hidden,
+            INTER=fmt.inter,
+            FETCH_SLOTS=self._fetch_slots,
             EXPERTS_POW2=experts_pow2,
             PAIRS_POW2=pairs_pow2,
             KEY_BITS=(2 * experts_pow2 * pairs_pow2).bit_length() - 1,
@@ -174,11 +210,55 @@ class DecodePath:
             num_warps=4,
         )
 
-    def _compute(self, layer: int, fmt: ExpertFormat, hidden: torch.Tensor, weights: torch.Tensor, tokens: int) -> None:
+    def _run_experts(
+        self, layer: int, fmt: ExpertFormat, hidden: torch.Tensor, weights: torch.Tensor, tokens: int
+    ) -> None:
+        """Resident experts at once, those that cross PCIe behind their copies, which go on meanwhile."""
+        slots, experts = len(self._slots[layer]), self._store.num_experts[layer]
+        if slots == experts:
+            self._compute(fmt, hidden, weights, tokens, layer, ALL)
+        elif slots == 0:
+            self._fetch(fmt)
+            self._compute(fmt, hidden, weights, tokens, layer, ALL)
+        elif self._fetch_stream is None:
+            self._compute(fmt, hidden, weights, tokens, layer, RESIDENT)
+            self._fetch(fmt)
+            self._compute(fmt, hidden, weights, tokens, layer, CROSSING)
+        else:
+            main = torch.cuda.current_stream(self.device)
+            self._fetch_stream.wait_stream(main)
+            with torch.cuda.stream(self._fetch_stream):
+                self._fetch(fmt)
+            self._compute(fmt, hidden, weights, tokens, layer, RESIDENT)
+            main.wait_stream(self._fetch_stream)
+            self._compute(fmt, hidden, weights, tokens, layer, CROSSING)
+
+    def _fetch(self, fmt: ExpertFormat) -> None:
+        fetch_kernel[(triton.cdiv(fmt.block_bytes, 4 * _FETCH_STRETCH), self._fetch_slots)](
+            self._fetched.data_ptr(),
+            self._fetch_source,
+            self._entry_num,
+            fmt.block_bytes,
+            STRETCH=_FETCH_STRETCH,
+            BLOCK=_FETCH_BLOCK,
+        )
+
+    def _compute(
+        self,
+        fmt: ExpertFormat,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        tokens: int,
+        layer: int,
+        part: triton.language.constexpr,
+    ) -> None:
         up, down, up_bias, down_bias, _ = fmt.offsets
         entries = min(self._store.num_experts[layer], tokens * self.top_k)
+        if part is RESIDENT:
+            entries = min(entries, len(self._slots[layer]))
         tiling, activation = choose_tiling(tokens), fmt.activation
         blocks = {
+            "PART": part,
             "BLOCK_ROWS": tiling.rows,
             "BLOCK_TOKENS": tiling.tokens,
             "BLOCK_WIDTH": tiling.width,
@@ -190,6 +270,7 @@ class DecodePath:
             self._act,
             hidden,
             self._entry_address,
+            self._entry_rows,
             self._entry_num,
             up,
             up_bias,
@@ -211,6 +292,7 @@ class DecodePath:
             weights,
             self._entry_address,
             self._entry_expert,
+            self._entry_rows,
             self._entry_num,
             self._spans[layer],
             down,

@@ -27,7 +27,8 @@ class _Finished:
     """Copies of what a step left in the mailboxes.
 
     ids: int32 [layers, rows, K]. weights: float32 [layers, rows, K].
-    lanes: int32 [layers, 3], experts that were resident, streamed, on the CPU.
+    lanes: int32 [layers, 5], experts that were resident, streamed, on the CPU; the divided one, or -1, and how
+        many rows of its inner width were streamed.
     busy_ns: int64 [layers], the CPU's time. spans: int64 [layers, 8], the device's clock.
     """
 
@@ -37,13 +38,19 @@ class _Finished:
     busy_ns: np.ndarray
     spans: np.ndarray
 
-    def times(self, timed: bool) -> LaneTimes:
-        """Without a clock on the device (``timed``) nothing is known about its lane."""
-        streamed, on_cpu = self.lanes[:, 1] > 0, self.lanes[:, 2] > 0
+    def times(self, inter: np.ndarray, timed: bool) -> LaneTimes:
+        """
+        Args:
+            inter: int [layers], inner width of the experts.
+            timed: whether the device has a clock; without one nothing is known about its lane.
+        """
+        divided = self.lanes[:, 4] / inter
+        crossing = self.lanes[:, 1] + divided
+        streamed, on_cpu = crossing > 0, self.lanes[:, 2] > 0
         return LaneTimes(
-            streamed=int(self.lanes[:, 1].sum()) if timed else 0,
+            streamed=float(crossing.sum()) if timed else 0,
             streamed_s=float((self.spans[streamed, 1] - self.spans[streamed, 0]).sum()) / 1e9,
-            cpu=int(self.lanes[:, 2].sum()),
+            cpu=float((self.lanes[:, 2] - divided).sum()),
             cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
         )
 
@@ -56,6 +63,7 @@ class DecodeSteps:
         self.split = _first_split(manager)
         self._manager = manager
         self._mailboxes = mailboxes
+        self._inter = np.array([fmt.inter for fmt in manager.store.formats])
         self._rows = 0
         self._number = 0
         self._finished: _Finished | None = None
@@ -64,7 +72,7 @@ class DecodeSteps:
         """Opens a step of ``rows`` sequences; rows of padding come behind them."""
         self._manager.begin_step()
         try:
-            self.path.begin_step(rows, self.split.stream_num())
+            self.path.begin_step(rows, self.split.stream_parts())
             self._mailboxes.arm()
         except BaseException:
             self._manager.leave_step()
@@ -109,18 +117,18 @@ class DecodeSteps:
         if finished is None:
             return
         records = [
-            LayerRecord(layer, finished.ids[layer], finished.weights[layer], *map(int, finished.lanes[layer]))
+            LayerRecord(layer, finished.ids[layer], finished.weights[layer], *map(int, finished.lanes[layer, :3]))
             for layer in range(len(finished.ids))
         ]
         self._manager.learn(records)
-        self.split.observe(finished.times(self.path.timed))
+        self.split.observe(finished.times(self._inter, self.path.timed))
 
     def _keep(self) -> None:
         boxes, rows = self._mailboxes, self._rows
         self._finished = _Finished(
             boxes.ids[:, :rows].numpy().copy(),
             boxes.weights[:, :rows].numpy().copy(),
-            boxes.request[:, 1:4].numpy().copy(),
+            boxes.request[:, 1:6].numpy().copy(),
             boxes.busy_ns[:, 0].numpy().copy(),
             self.path.lane_spans.numpy().copy(),
         )

@@ -1,5 +1,7 @@
 """How many absent experts of a decode step go over PCIe and how many to the CPU. Pure, but for what it learns.
 
+It counts in parts of an expert: one expert a layer may be divided between the two.
+
 It starts from the bandwidths measured at load and then follows what steps really take, so a CPU that slows
 down (a busy host, a container's quota) sheds its experts within a few steps, and gets them back.
 """
@@ -7,6 +9,9 @@ down (a busy host, a container's quota) sheds its experts within a few steps, an
 from dataclasses import dataclass
 
 import numpy as np
+
+PARTS = 16
+"""Of an expert, in which the split is counted."""
 
 _TRUST = 0.3
 """Weight of a new step against what was known: a changed rate is followed within about five steps."""
@@ -25,12 +30,13 @@ _BACK = 16
 class LaneTimes:
     """What one step's absent experts took, summed over layers.
 
-    streamed, cpu: experts on each lane. streamed_s, cpu_s: seconds that each lane was busy.
+    streamed, cpu: experts on each lane; a divided one counts on both, in proportion. streamed_s, cpu_s: seconds
+    that each lane was busy.
     """
 
-    streamed: int
+    streamed: float
     streamed_s: float
-    cpu: int
+    cpu: float
     cpu_s: float
 
 
@@ -56,11 +62,11 @@ class SplitController:
         self._table: np.ndarray | None = None
         self._lanes = {"streamed": _LaneUse(), "cpu": _LaneUse()}
 
-    def stream_num(self) -> np.ndarray:
-        """int32 [max_experts + 1]: of so many absent experts, how many to stream."""
+    def stream_parts(self) -> np.ndarray:
+        """int32 [max_experts + 1]: of so many absent experts, how many parts to stream."""
         if self._table is None:
             self._table = split_table(self.streamed_s, self.cpu_s, self._max_experts)
-        return self._table
+        return self._table // PARTS * PARTS  # the CPU engine takes whole experts so far
 
     def observe(self, times: LaneTimes) -> None:
         """Learns from a step."""
@@ -70,7 +76,7 @@ class SplitController:
         self.cpu_s = self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
         self._table = split_table(self.streamed_s, self.cpu_s, self._max_experts)
 
-    def _follow(self, lane: str, known: float, experts: int, seconds: float) -> float:
+    def _follow(self, lane: str, known: float, experts: float, seconds: float) -> float:
         use = self._lanes[lane]
         if experts > 0:
             use.used()
@@ -100,12 +106,16 @@ class _LaneUse:
 
 
 def split_table(streamed_s: float, cpu_s: float, max_experts: int) -> np.ndarray:
-    """int32 [max_experts + 1]: for each number of absent experts, how many to stream so that the slower of
-    the two lanes ends soonest. Of equally good numbers the smallest."""
-    absent = np.arange(max_experts + 1)[:, None]
-    streamed = np.arange(max_experts + 1)[None, :]
-    with np.errstate(invalid="ignore"):
-        streaming = np.where(streamed > 0, streamed * streamed_s, 0.0)
-        computing = np.where(absent > streamed, (absent - streamed) * cpu_s, 0.0)
-    seconds = np.where(streamed <= absent, np.maximum(streaming, computing), np.inf)
-    return np.argmin(seconds, axis=1).astype(np.int32)
+    """int32 [max_experts + 1]: for each number of absent experts, how many parts of them to stream so that the slower
+    of the two lanes ends soonest. Of equally good numbers the smallest."""
+    all_parts = np.arange(max_experts + 1) * PARTS
+    if streamed_s == float("inf"):
+        return np.zeros(max_experts + 1, dtype=np.int32)
+    if cpu_s == float("inf"):
+        return all_parts.astype(np.int32)
+    # Where both lanes would end together, or the part before or behind it.
+    below = np.floor(all_parts * (cpu_s / (streamed_s + cpu_s))).astype(np.int64)
+    candidates = np.clip(below[:, None] + np.array([-1, 0, 1]), 0, all_parts[:, None])
+    seconds = np.maximum(candidates * streamed_s, (all_parts[:, None] - candidates) * cpu_s)
+    best = np.argmin(seconds, axis=1)
+    return candidates[np.arange(max_experts + 1), best].astype(np.int32)

@@ -128,9 +128,7 @@ def merge_kernel(
         partial + row[:, None] * VALUE_DIM + dim[None, :], mask=real[:, None] & (dim < VALUE_DIM)[None, :], other=0.0
     )
     merged = tl.sum(sums * factor[:, None], axis=0) / tl.sum(total * factor, axis=0)
-    tl.store(
-        out + (head * GROUP + member) * VALUE_DIM + dim, merged.to(out.dtype.element_ty), mask=dim < VALUE_DIM
-    )
+    tl.store(out + (head * GROUP + member) * VALUE_DIM + dim, merged.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
 
 
 def decode_attention(

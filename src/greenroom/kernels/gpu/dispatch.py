@@ -1,13 +1,20 @@
 """The dispatch kernel: one thread block decides where each expert of a layer runs, and posts the CPU's share.
 
 It is the decision of ``greenroom.experts.dispatch`` made on the device, without the host: resident experts
-run from their slots; of the absent ones the first ``stream_num[absent]``, most pairs first, are read by the
-GPU where they lie in host memory; the rest go to the CPU.
+run from their slots; of the absent ones the first few, most pairs first, cross PCIe; the rest go to the CPU.
+Between the two at most one expert is divided: the GPU takes its first rows of the inner width and the CPU the
+others, since a token or two need so few experts that whole ones would leave one side waiting.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
+
+PARTS = tl.constexpr(16)
+"""An expert's parts, in which the split between PCIe and CPU is counted."""
+
+_PART_ROWS = tl.constexpr(32)
+"""A divided expert is cut at multiples of so many rows of its inner width: CPU kernels work on tiles."""
 
 
 @triton.jit
@@ -17,10 +24,12 @@ def dispatch_kernel(
     weights,
     rows,
     slot_of,
-    stream_num,
+    stream_parts,
     entry_address,
     entry_expert,
+    entry_rows,
     entry_num,
+    fetch_source,
     gpu_ids,
     cpu_num,
     box_hidden,
@@ -32,11 +41,14 @@ def dispatch_kernel(
     spans,
     slot_base,
     host_base,
+    fetch_base,
     block_bytes,
     NUM_EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    FETCH_SLOTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     PAIRS_POW2: tl.constexpr,
     KEY_BITS: tl.constexpr,
@@ -49,17 +61,21 @@ def dispatch_kernel(
         hidden, ids, weights: [TOKENS, HIDDEN], integers [TOKENS, TOP_K], floats [TOKENS, TOP_K].
         rows: int32 [1], rows that are no padding; they come first. Others are routed nowhere.
         slot_of: int32 [NUM_EXPERTS], slot or -1.
-        stream_num: int32 [NUM_EXPERTS + 1], how many of so many absent experts the GPU reads over PCIe.
-        entry_address, entry_expert: written: int64 and int32 [entries], the experts that the GPU computes,
-            those read over PCIe first, since they take longest.
-        entry_num: written: int32 [2], entries in all and those read over PCIe.
+        stream_parts: int32 [NUM_EXPERTS + 1], how many parts of so many absent experts cross PCIe.
+        entry_address, entry_expert, entry_rows: written: int64, int32, int32 [entries], the experts that the
+            GPU computes, those that cross PCIe first, and how many rows of the inner width each has there.
+        entry_num: written: int32 [3]: entries in all, those that cross PCIe, those to be copied.
+        fetch_source: written: int64 [FETCH_SLOTS], where the first entries are to be copied from; they count
+            as being in the fetch buffer. Entries beyond it are read where they lie.
         gpu_ids: written: int32 [TOKENS, TOP_K], the GPU's choices, -1 elsewhere.
         cpu_num: written: int32 [1], experts that the CPU computes.
         box_*: the layer's mailbox, in host memory. Behind the request word come the numbers of experts that
-            are resident, streamed, and left to the CPU.
+            are resident, streamed, and left to the CPU (a divided one counts here), then the divided expert
+            (-1 for none) and the CPU's first row of its inner width.
         spans: int64 [>= 3], the device's clock; the first is written here.
-        slot_base, host_base: addresses of the layer's first slot and of its first expert in host memory.
-        block_bytes: from one expert to the next, in both.
+        slot_base, host_base, fetch_base: addresses of the layer's first slot, of its first expert in host
+            memory, and of the fetch buffer.
+        block_bytes: from one expert to the next, in all three.
         KEY_BITS: of EXPERTS_POW2 * PAIRS_POW2 * 2.
     """
     count_rows = tl.load(rows)
@@ -76,7 +92,9 @@ def dispatch_kernel(
     resident = used & (slot >= 0)
     absent = used & (slot < 0)
     absent_num = tl.sum(absent.to(tl.int32), axis=0)
-    wanted = tl.load(stream_num + absent_num)
+    parts = tl.load(stream_parts + absent_num)
+    wanted = parts // PARTS
+    divided_rows = parts % PARTS * INTER // PARTS // _PART_ROWS * _PART_ROWS
 
     # Most pairs first, then the lower id. Keys are unique, so exactly ``wanted`` of them reach the threshold.
     key = tl.where(absent, pairs_of * EXPERTS_POW2 + (EXPERTS_POW2 - 1 - expert), -1)
@@ -87,23 +105,33 @@ def dispatch_kernel(
         threshold = tl.where(reached >= wanted, candidate, threshold)
     streamed = absent & (key >= threshold) & (wanted > 0)
     streamed_num = tl.sum(streamed.to(tl.int32), axis=0)
-    on_gpu = resident | streamed
+    left = tl.where(streamed, -1, key)
+    largest_left = tl.max(left, axis=0)
+    divided = absent & (left == largest_left) & (largest_left >= 0) & (divided_rows > 0)
+    divided_num = tl.sum(divided.to(tl.int32), axis=0)
+    resident_num = tl.sum(resident.to(tl.int32), axis=0)
+    crossing_num = streamed_num + divided_num
+    on_gpu = resident | streamed | divided
 
     place = tl.where(
-        streamed, tl.cumsum(streamed.to(tl.int32), 0) - 1, streamed_num + tl.cumsum(resident.to(tl.int32), 0) - 1
-    )
-    address = tl.where(
         resident,
-        slot_base + slot.to(tl.int64) * block_bytes,
-        host_base + expert.to(tl.int64) * block_bytes,
+        crossing_num + tl.cumsum(resident.to(tl.int32), 0) - 1,
+        tl.where(divided, streamed_num, tl.cumsum(streamed.to(tl.int32), 0) - 1),
     )
+    in_host = host_base + expert.to(tl.int64) * block_bytes
+    fetched = streamed & (place < FETCH_SLOTS)
+    tl.store(fetch_source + place, in_host, mask=fetched)
+    address = tl.where(resident, slot_base + slot.to(tl.int64) * block_bytes, in_host)
+    address = tl.where(fetched, fetch_base + place.to(tl.int64) * block_bytes, address)
     tl.store(entry_address + place, address, mask=on_gpu)
     tl.store(entry_expert + place, expert, mask=on_gpu)
-    resident_num = tl.sum(resident.to(tl.int32), axis=0)
-    tl.store(entry_num, streamed_num + resident_num)
-    tl.store(entry_num + 1, streamed_num)
+    tl.store(entry_rows + place, tl.where(divided, divided_rows, INTER), mask=on_gpu)
+    tl.store(entry_num, crossing_num + resident_num)
+    tl.store(entry_num + 1, crossing_num)
+    tl.store(entry_num + 2, tl.minimum(streamed_num, FETCH_SLOTS))
 
     pair_on_gpu = routed & (tl.gather(on_gpu.to(tl.int32), safe, 0) > 0)
+    pair_on_cpu = routed & (tl.gather((absent & (streamed == 0)).to(tl.int32), safe, 0) > 0)
     tl.store(gpu_ids + pair, tl.where(pair_on_gpu, chosen, -1), mask=real)
     on_cpu = absent_num - streamed_num
     tl.store(cpu_num, on_cpu)
@@ -111,10 +139,12 @@ def dispatch_kernel(
     tl.store(box_request + 1, resident_num)
     tl.store(box_request + 2, streamed_num)
     tl.store(box_request + 3, on_cpu)
+    tl.store(box_request + 4, tl.max(tl.where(divided, expert, -1), axis=0))
+    tl.store(box_request + 5, tl.where(divided_num > 0, divided_rows, 0))
     tl.store(box_ids + pair, tl.where(routed, chosen, -1), mask=real)
     tl.store(box_weights + pair, tl.load(weights + pair, mask=real).to(tl.float32), mask=real)
     if on_cpu > 0:
-        tl.store(box_cpu_ids + pair, tl.where(routed & (pair_on_gpu == 0), chosen, -1), mask=real)
+        tl.store(box_cpu_ids + pair, tl.where(pair_on_cpu, chosen, -1), mask=real)
         for first in range(0, TOKENS * HIDDEN, COPY_BLOCK):
             element = first + tl.arange(0, COPY_BLOCK)
             inside = element < count_rows * HIDDEN

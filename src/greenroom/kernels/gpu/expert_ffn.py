@@ -11,6 +11,22 @@ from triton.language.extra.cuda import globaltimer
 
 from greenroom.kernels.gpu.activations import gated, ungated
 
+# Which entries a launch computes.
+ALL = tl.constexpr(0)
+RESIDENT = tl.constexpr(1)
+CROSSING = tl.constexpr(2)
+
+
+@triton.jit
+def _choose_entry(entry_num, PART: tl.constexpr):
+    """This program's entry, and the end of those that the launch computes."""
+    if PART == RESIDENT:
+        return tl.load(entry_num + 1) + tl.program_id(1), tl.load(entry_num)
+    elif PART == CROSSING:
+        return tl.program_id(1), tl.load(entry_num + 1)
+    else:
+        return tl.program_id(1), tl.load(entry_num)
+
 
 @triton.jit
 def _rows_times_batch(
@@ -18,6 +34,7 @@ def _rows_times_batch(
     batch,
     first_row,
     num_rows,
+    width,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -26,7 +43,7 @@ def _rows_times_batch(
     WIDEN: tl.constexpr,
 ):
     """float32 [BLOCK_ROWS, BLOCK_TOKENS]: rows from ``first_row`` of ``matrix`` [num_rows, WIDTH] times
-    ``batch`` [TOKENS, WIDTH] transposed."""
+    ``batch`` [TOKENS, WIDTH] transposed, over the first ``width`` columns."""
     row = first_row + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     row_start = matrix + row.to(tl.int64)[:, None] * WIDTH
@@ -34,7 +51,7 @@ def _rows_times_batch(
     if BLOCK_TOKENS == 1:
         products = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
         for first in tl.range(0, WIDTH, BLOCK_WIDTH):
-            inside = first + column < WIDTH
+            inside = first + column < width
             tile = tl.load(row_start + first + column[None, :], mask=row_inside & inside[None, :], other=0.0)
             value = tl.load(batch + first + column, mask=inside, other=0.0)
             products += tile.to(tl.float32) * value.to(tl.float32)[None, :]
@@ -43,7 +60,7 @@ def _rows_times_batch(
         token = tl.arange(0, BLOCK_TOKENS)
         sums = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
         for first in tl.range(0, WIDTH, BLOCK_WIDTH):
-            inside = first + column < WIDTH
+            inside = first + column < width
             tile = tl.load(row_start + first + column[None, :], mask=row_inside & inside[None, :], other=0.0)
             values = tl.load(
                 batch + token[None, :] * WIDTH + (first + column)[:, None],
@@ -61,6 +78,7 @@ def up_kernel(
     act,
     hidden,
     entry_address,
+    entry_rows,
     entry_num,
     up_offset,
     bias_offset,
@@ -73,6 +91,7 @@ def up_kernel(
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -83,22 +102,23 @@ def up_kernel(
     Args:
         act: written: [entries, TOKENS, INTER] of the experts' dtype.
         hidden: [TOKENS, HIDDEN] of the experts' dtype.
-        entry_address, entry_num: the experts to compute, as the dispatch kernel lists them.
+        entry_address, entry_rows, entry_num: the experts to compute, as the dispatch kernel lists them.
         up_offset, bias_offset: bytes from an expert's block to its first projection and that one's bias.
         alpha, limit: of the activation.
+        PART: which entries.
         WIDEN: feed matrix units float32; for Triton's interpreter, which multiplies no bfloat16.
     """
-    entry = tl.program_id(1)
-    if entry < tl.load(entry_num):
+    entry, end = _choose_entry(entry_num, PART)
+    first_row = tl.program_id(0) * BLOCK_ROWS
+    if (entry < end) & (first_row < tl.load(entry_rows + entry, mask=entry < end, other=0)):
         block = tl.load(entry_address + entry)
         dtype = hidden.dtype.element_ty
         matrix = (block + up_offset).to(tl.pointer_type(dtype))
         bias = (block + bias_offset).to(tl.pointer_type(dtype))
-        first_row = tl.program_id(0) * BLOCK_ROWS
         row = first_row + tl.arange(0, BLOCK_ROWS)
         inside = row < INTER
         gate = _rows_times_batch(
-            matrix, hidden, first_row, INTER, TOKENS, HIDDEN, BLOCK_ROWS, BLOCK_TOKENS, BLOCK_WIDTH, WIDEN
+            matrix, hidden, first_row, INTER, HIDDEN, TOKENS, HIDDEN, BLOCK_ROWS, BLOCK_TOKENS, BLOCK_WIDTH, WIDEN
         )
         if BIAS:
             gate += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -108,6 +128,7 @@ def up_kernel(
                 hidden,
                 first_row,
                 INTER,
+                HIDDEN,
                 TOKENS,
                 HIDDEN,
                 BLOCK_ROWS,
@@ -136,6 +157,7 @@ def down_kernel(
     weights,
     entry_address,
     entry_expert,
+    entry_rows,
     entry_num,
     spans,
     down_offset,
@@ -145,6 +167,7 @@ def down_kernel(
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     BIAS: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -157,14 +180,15 @@ def down_kernel(
         partial: written where ``gpu_ids`` names an entry: float32 [TOKENS, TOP_K, HIDDEN].
         act: [entries, TOKENS, INTER] of the experts' dtype.
         gpu_ids, weights: int32 and floats [TOKENS, TOP_K].
-        entry_address, entry_expert, entry_num: as the dispatch kernel lists them.
+        entry_address, entry_expert, entry_rows, entry_num: as the dispatch kernel lists them.
         spans: int64 [>= 3], the device's clock; the second becomes the end of the last streamed expert.
         down_offset, bias_offset: bytes from an expert's block to its second projection and that one's bias.
     """
-    entry = tl.program_id(1)
-    if entry < tl.load(entry_num):
+    entry, end = _choose_entry(entry_num, PART)
+    if entry < end:
         block = tl.load(entry_address + entry)
         expert = tl.load(entry_expert + entry)
+        inner = tl.load(entry_rows + entry)
         dtype = act.dtype.element_ty
         matrix = (block + down_offset).to(tl.pointer_type(dtype))
         first_row = tl.program_id(0) * BLOCK_ROWS
@@ -175,6 +199,7 @@ def down_kernel(
             act + entry * TOKENS * INTER,
             first_row,
             HIDDEN,
+            inner,
             TOKENS,
             INTER,
             BLOCK_ROWS,
@@ -184,7 +209,9 @@ def down_kernel(
         )
         if BIAS:
             bias = (block + bias_offset).to(tl.pointer_type(dtype))
-            value += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+            # Whoever has a divided expert's last row adds the bias, and that is the CPU.
+            whole = inside & (inner == INTER)
+            value += tl.load(bias + row, mask=whole, other=0.0).to(tl.float32)[:, None]
         token = tl.arange(0, BLOCK_TOKENS)
         for k in tl.static_range(TOP_K):
             pair = token * TOP_K + k
