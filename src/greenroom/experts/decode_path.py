@@ -41,12 +41,26 @@ class Tiling:
     warps: int
     stages: int
 
+    def arguments(self) -> dict[str, int]:
+        """As the kernels take them."""
+        return {
+            "BLOCK_ROWS": self.rows,
+            "BLOCK_TOKENS": self.tokens,
+            "BLOCK_WIDTH": self.width,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
-def choose_tiling(tokens: int) -> Tiling:
-    """Tiles for a batch of ``tokens``: products and sums for one, matrix units for more."""
+
+def choose_tilings(tokens: int) -> tuple[Tiling, Tiling]:
+    """Tiles of the up and the down kernel: products and sums for one token, matrix units for more.
+
+    Found by trying: few long rows for the wide first projection of one token, more and shorter ones for the second.
+    """
     if tokens == 1:
-        return Tiling(rows=8, tokens=1, width=512, warps=4, stages=3)
-    return Tiling(rows=32, tokens=max(16, triton.next_power_of_2(tokens)), width=128, warps=4, stages=4)
+        return Tiling(rows=2, tokens=1, width=1024, warps=4, stages=3), Tiling(8, 1, 256, 4, 3)
+    padded = max(16, triton.next_power_of_2(tokens))
+    return Tiling(rows=32, tokens=padded, width=256, warps=4, stages=3), Tiling(32, padded, 128, 4, 4)
 
 
 _FETCH_BYTES = 512 << 20
@@ -256,17 +270,8 @@ class DecodePath:
         entries = min(self._store.num_experts[layer], tokens * self.top_k)
         if part is RESIDENT:
             entries = min(entries, len(self._slots[layer]))
-        tiling, activation = choose_tiling(tokens), fmt.activation
-        blocks = {
-            "PART": part,
-            "BLOCK_ROWS": tiling.rows,
-            "BLOCK_TOKENS": tiling.tokens,
-            "BLOCK_WIDTH": tiling.width,
-            "WIDEN": self.device.type != "cuda",
-            "num_warps": tiling.warps,
-            "num_stages": tiling.stages,
-        }
-        up_kernel[(triton.cdiv(fmt.inter, tiling.rows), entries)](
+        (up_tiling, down_tiling), activation = choose_tilings(tokens), fmt.activation
+        up_kernel[(triton.cdiv(fmt.inter, up_tiling.rows), entries)](
             self._act,
             hidden,
             self._entry_address,
@@ -283,9 +288,11 @@ class DecodePath:
             GATED=fmt.gated,
             BIAS=fmt.bias,
             CLAMPED=activation.limit != float("inf"),
-            **blocks,
+            PART=part,
+            WIDEN=self.device.type != "cuda",
+            **up_tiling.arguments(),
         )
-        down_kernel[(triton.cdiv(fmt.hidden, tiling.rows), entries)](
+        down_kernel[(triton.cdiv(fmt.hidden, down_tiling.rows), entries)](
             self._partial,
             self._act,
             self._gpu_ids,
@@ -303,7 +310,9 @@ class DecodePath:
             INTER=fmt.inter,
             BIAS=fmt.bias,
             TIMED=self.timed,
-            **blocks,
+            PART=part,
+            WIDEN=self.device.type != "cuda",
+            **down_tiling.arguments(),
         )
 
     def _combine(self, layer: int, hidden: torch.Tensor, tokens: int) -> torch.Tensor:

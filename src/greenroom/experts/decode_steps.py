@@ -63,6 +63,14 @@ class DecodeSteps:
         self.split = _first_split(manager)
         self._manager = manager
         self._mailboxes = mailboxes
+        # Made once: a view costs more than the copy of what it shows, and the device idles meanwhile.
+        self._views = (
+            mailboxes.ids.numpy(),
+            mailboxes.weights.numpy(),
+            mailboxes.request.numpy()[:, 1:6],
+            mailboxes.busy_ns.numpy()[:, 0],
+            path.lane_spans.numpy(),
+        )
         self._inter = np.array([fmt.inter for fmt in manager.store.formats])
         self._rows = 0
         self._number = 0
@@ -124,13 +132,10 @@ class DecodeSteps:
         self.split.observe(finished.times(self._inter, self.path.timed))
 
     def _keep(self) -> None:
-        boxes, rows = self._mailboxes, self._rows
+        ids, weights, lanes, busy_ns, spans = self._views
+        rows = self._rows
         self._finished = _Finished(
-            boxes.ids[:, :rows].numpy().copy(),
-            boxes.weights[:, :rows].numpy().copy(),
-            boxes.request[:, 1:6].numpy().copy(),
-            boxes.busy_ns[:, 0].numpy().copy(),
-            self.path.lane_spans.numpy().copy(),
+            ids[:, :rows].copy(), weights[:, :rows].copy(), lanes.copy(), busy_ns.copy(), spans.copy()
         )
 
 
