@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,11 +82,29 @@ class Stage:
             torch.rand(choices, generator=generator) + 0.1,
         )
 
-    def submitted(self, layer: int, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def submitted(
+        self,
+        layer: int,
+        batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        divided: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
         """The same batch as an ordinary job: the same result to the bit."""
         out = torch.full(batch[0].shape, math.nan, dtype=torch.float32)
-        self.engine.run(self.store.formats[layer], self.store.addresses(layer), *batch, out)
+        self.engine.run(self.store.formats[layer], self.store.addresses(layer), *batch, out, divided)
         return out
+
+    def expected(
+        self,
+        layer: int,
+        batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        divided: tuple[int, int] = (-1, 0),
+    ) -> torch.Tensor:
+        """In float64. What the device computes of a divided expert meets columns of zeros."""
+        views, (expert, first) = self.store.views(layer), divided
+        if expert >= 0:
+            views = replace(views, down=views.down.clone())
+            views.down[expert, :, :first] = 0
+        return moe_float64(*batch, views, self.store.formats[layer])
 
     def post(self, layer: int, rows: int = 1, seed: int = 0) -> None:
         self.device.write(layer, *self.batch(layer, rows, seed))
@@ -106,13 +125,14 @@ class Stage:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("isa", supported_isas(), ids=lambda isa: isa.label)
 def test_random_requests(isa: Isa, threads: int) -> None:
-    """Any order of layers, one or two outstanding at once, any number of rows up to the most."""
+    """Any order of layers, one or two outstanding at once, any number of rows up to the most, some with a divided
+    expert."""
     dice = random.Random(f"{isa}{threads}")
     for _ in range(6):
         formats = [
             ExpertFormat(
                 dice.choice([1, 33, 64, 130]),
-                dice.choice([1, 17, 32, 65]),
+                dice.choice([1, 17, 32, 65, 130]),
                 dice.choice([torch.bfloat16, torch.float16, torch.float32]),
                 SILU,
                 gated=dice.random() < 0.7,
@@ -126,8 +146,15 @@ def test_random_requests(isa: Isa, threads: int) -> None:
             for _ in range(10):
                 layers = dice.sample(range(len(formats)), dice.randint(1, 2))
                 batches = {layer: stage.batch(layer, dice.randint(1, most), dice.getrandbits(30)) for layer in layers}
+                divided = {}
                 for layer, batch in batches.items():
+                    parts = (formats[layer].inter - 1) // 32
+                    if parts and dice.random() < 0.7:
+                        divided[layer] = (dice.randrange(EXPERTS), 32 * dice.randint(1, parts))
+                    else:
+                        divided[layer] = (-1, 0)
                     stage.device.write(layer, *batch)
+                    stage.device.divide(layer, *divided[layer])
                 for layer, batch in batches.items():
                     stage.device.request(layer, len(batch[0]))
                 dice.shuffle(layers)
@@ -136,10 +163,10 @@ def test_random_requests(isa: Isa, threads: int) -> None:
                     out = stage.device.result(layer)
                     assert out[rows:].isnan().all(), "rows that were not posted were written"
                     fmt = formats[layer]
-                    want = moe_float64(*batches[layer], stage.store.views(layer), fmt)
+                    want = stage.expected(layer, batches[layer], divided[layer])
                     tolerance = 2e-2 if fmt.dtype is torch.bfloat16 else 1e-4
                     torch.testing.assert_close(out[:rows].double(), want, rtol=tolerance, atol=tolerance)
-                    assert torch.equal(out[:rows], stage.submitted(layer, batches[layer]))
+                    assert torch.equal(out[:rows], stage.submitted(layer, batches[layer], divided[layer]))
             assert stage.boxes.pending() is None
             stage.boxes.raise_failure()
 
@@ -156,7 +183,8 @@ def test_memory_is_as_documented() -> None:
             assert choices.shape == (2, 6, 3)
         assert [tuple(hidden.shape) for hidden in boxes.hidden] == [(6, 33), (6, 512)]
         assert [tuple(out.shape) for out in boxes.out] == [(6, 33), (6, 512)]
-        for tensor in (*words, boxes.ids, boxes.cpu_ids, boxes.weights, *boxes.hidden, *boxes.out):
+        assert boxes.request.tolist() == [[0] * 4 + [-1] + [0] * 11] * 2
+        for tensor in (boxes.done, boxes.busy_ns, boxes.ids, boxes.cpu_ids, boxes.weights, *boxes.hidden, *boxes.out):
             assert not tensor.any()
 
 
@@ -346,6 +374,36 @@ def test_a_failure_raises_done_and_reaches_the_caller() -> None:
                 device.request(layer, 2)
                 assert torch.equal(device.result(layer)[:2], stage.submitted(layer, batch))
         boxes.raise_failure()
+
+
+@pytest.mark.parametrize("row", [0, 16, 33, -32, 256, 2**31 - 1])
+def test_an_impossible_division_is_a_failure(row: int) -> None:
+    with Stage([SMALL, WIDE]) as stage:
+        boxes, device = stage.boxes, stage.device
+        boxes.arm()
+        batch = stage.batch(1, 2, 0)
+        device.write(1, *batch)
+        device.divide(1, 3, row)
+        device.request(1, 2)
+        assert device.result(1).isnan().all()
+        with pytest.raises(EngineError, match=f"layer 1: expert 3 cannot be divided at row {row} of .* width 256"):
+            boxes.raise_failure()
+        device.divide(1, -1, row)
+        device.request(1, 2)
+        assert torch.equal(device.result(1)[:2], stage.submitted(1, batch))
+        boxes.raise_failure()
+
+
+def test_statistics_are_not_read() -> None:
+    with Stage([WIDE]) as stage:
+        stage.boxes.arm()
+        batch = stage.batch(0, 2, 0)
+        stage.device.write(0, *batch)
+        stage.boxes.request[0, 1:4] = 10**9
+        stage.boxes.request[0, 6:] = -(10**9)
+        stage.device.request(0, 2)
+        assert torch.equal(stage.device.result(0)[:2], stage.submitted(0, batch))
+        stage.boxes.raise_failure()
 
 
 @pytest.mark.parametrize("rows", [5, 2**31 - 1, -1])

@@ -6,7 +6,7 @@ import torch
 
 from greenroom.experts.cpu import CpuExperts, Isa
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
-from tests.kernels.reference import Experts, expert_outputs
+from tests.kernels.reference import Experts, expert_outputs, first_rows_outputs
 
 SILU = Activation(ActivationKind.SILU)
 
@@ -21,16 +21,20 @@ class Batch:
         self.hidden = torch.randn(tokens, format.hidden, generator=generator).to(format.dtype)
         self.ids = torch.randint(-1, experts + 2, (tokens, topk), generator=generator, dtype=torch.int32)
         self.weights = torch.rand(tokens, topk, generator=generator) + 0.1
+        self.divided: tuple[int, int] | None = None
 
     def run(self, engine: CpuExperts) -> torch.Tensor:
         """The engine's output, written over NaN."""
         out = torch.full((self.hidden.shape[0], self.format.hidden), math.nan)
-        engine.run(self.format, self.experts.addresses, self.hidden, self.ids, self.weights, out)
+        engine.run(self.format, self.experts.addresses, self.hidden, self.ids, self.weights, out, self.divided)
         return out
 
     def check(self, out: torch.Tensor, isa: Isa) -> None:
-        """Fails if ``out`` is further from the float64 model than rounding explains."""
+        """Fails if ``out``, with the other side's part of a divided expert, is further from the float64 model than
+        rounding explains."""
         reference, size = expert_outputs(self.experts, self.hidden, self.ids, self.weights)
+        if self.divided is not None:
+            out = out + first_rows_outputs(self.experts, self.hidden, self.ids, self.weights, *self.divided)
         # These two round activations to bf16, 2^-9 of each; the others keep fp32 throughout.
         rounded = self.format.dtype is torch.bfloat16 and isa >= Isa.AVX512_BF16
         error = (out.double() - reference).abs()

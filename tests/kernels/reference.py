@@ -61,6 +61,21 @@ def activate(format: ExpertFormat, first: torch.Tensor) -> torch.Tensor:
     raise AssertionError(kind)
 
 
+def first_rows_outputs(
+    experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expert: int, rows: int
+) -> torch.Tensor:
+    """The other side's part of a divided expert: float64 [T, hidden], rows of the inner width before ``rows``."""
+    out = torch.zeros(hidden.shape[0], experts.format.hidden, dtype=torch.float64)
+    if not 0 <= expert < experts.count:
+        return out
+    first = hidden.double() @ experts.views.up[expert].double().T
+    if experts.views.up_bias is not None:
+        first += experts.views.up_bias[expert].double()
+    inner = activate(experts.format, first)[:, :rows]
+    share = (weights.double() * (ids == expert)).sum(dim=1, keepdim=True)
+    return share * (inner @ experts.views.down[expert].double()[:, :rows].T)
+
+
 def expert_outputs(
     experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

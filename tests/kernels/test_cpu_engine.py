@@ -1,6 +1,7 @@
 """The native CPU engine against a float64 model of the expert, on every instruction set of this machine."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,6 +156,68 @@ def test_sentinels_and_repeats(engines: Engines, isa: Isa) -> None:
     sparse = torch.full_like(out, math.nan)
     engines.get(2, isa).run(batch.format, addresses, batch.hidden, batch.ids, batch.weights, sparse)
     batch.check(sparse, isa)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    format=formats(),
+    parts=st.integers(1, 9),
+    width=st.integers(1, 200),
+    experts=st.integers(1, 4),
+    tokens=st.integers(1, 70),
+    expert=st.integers(-1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_divided_experts(
+    engines: Engines,
+    format: ExpertFormat,
+    parts: int,
+    width: int,
+    experts: int,
+    tokens: int,
+    expert: int,
+    seed: int,
+) -> None:
+    """The first rows in float64 and the others by the engine are the whole, whichever row is the first here."""
+    batch = Batch(replace(format, inter=32 * parts + width), experts, 3, tokens, seed)
+    batch.divided = (expert, 32 * parts)
+    for isa in ISAS:
+        one = batch.run(engines.get(1, isa))
+        batch.check(one, isa)
+        for threads in (2, 3):
+            assert torch.equal(batch.run(engines.get(threads, isa)), one), f"{isa.label}: {threads} threads differ"
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.label)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 40])
+@pytest.mark.parametrize(("hidden", "inter", "first"), [(256, 320, 32), (256, 320, 288), (100, 161, 160), (70, 99, 64)])
+def test_a_divided_experts_first_rows_do_not_matter(
+    engines: Engines, isa: Isa, dtype: torch.dtype, gated: bool, tokens: int, hidden: int, inter: int, first: int
+) -> None:
+    batch = Batch(ExpertFormat(hidden, inter, dtype, SILU, gated, bias=True), 3, 3, tokens, seed=inter)
+    batch.ids.copy_(torch.arange(3))
+    batch.divided = (1, first)
+    one = batch.run(engines.get(1, isa))
+    batch.check(one, isa)
+    views = batch.experts.views
+    assert views.up_bias is not None
+    views.down[1, :, :first] = math.nan
+    for start in (0, inter) if gated else (0,):
+        views.up[1, start : start + first] = math.nan
+        views.up_bias[1, start : start + first] = math.nan
+    for threads in (1, 2, 3):
+        assert torch.equal(batch.run(engines.get(threads, isa)), one)
+
+
+def test_dividing_an_expert_that_nobody_chose(engines: Engines) -> None:
+    batch = Batch(ExpertFormat(40, 64, torch.bfloat16, SILU, bias=True), 4, 2, 5, seed=3)
+    batch.ids.clamp_(max=2)
+    whole = batch.run(engines.get(2, Isa.AUTO))
+    for divided in ((3, 32), (4, 32), (2**31 - 1, 32), (-1, 32), (-1, 0), (-(2**31), -7)):
+        batch.divided = divided
+        assert torch.equal(batch.run(engines.get(2, Isa.AUTO)), whole)
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.label)

@@ -34,6 +34,11 @@ def test_errors_reach_the_caller(engines: Engines) -> None:
         )
     with pytest.raises(EngineError, match="expert 1 was chosen but has no block"):
         engine.run(batch.format, np.zeros(2, dtype=np.uint64), *args)
+    for row in (0, 8, -32, 64, 2**31 - 1, -(2**31)):
+        wide = Batch(ExpertFormat(16, 64, torch.float32, SILU), 2, 1, 4, seed=0)
+        wide.divided = (0, row)
+        with pytest.raises(EngineError, match=f"expert 0 cannot be divided at row {row} of its inner width 64, only"):
+            wide.run(engine)
     # The engine still works, and one bad job does not touch its neighbours.
     good = [engine.submit(batch.format, batch.experts.addresses, *args) for _ in range(3)]
     bad = engine.submit(batch.format, np.zeros(2, dtype=np.uint64), *args)

@@ -75,6 +75,10 @@ def test_what_is_refused(engine: ctypes.c_void_p) -> None:
     box.native.job.out = None
     assert box.create(engine)[0] == 1
     assert last_error(library) == "the job has no output"
+    box.native.job.out = box.out.data_ptr()
+    box.native.job.divided = box.words.data_ptr() + 2
+    assert box.create(engine)[0] == 1
+    assert last_error(library) == "the divided expert's words are not aligned"
 
 
 def test_boxes_and_formats_are_copied_and_outlive_their_engine() -> None:

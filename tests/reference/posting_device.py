@@ -27,6 +27,11 @@ class PostingDevice:
         self._boxes.weights[layer, :rows] = weights
         self._boxes.out[layer].fill_(math.nan)
 
+    def divide(self, layer: int, expert: int, first_row: int) -> None:
+        """The next requests leave the rows of ``expert`` before ``first_row`` to the device; -1 divides nothing."""
+        self._requests[layer][4] = expert
+        self._requests[layer][5] = first_row
+
     def request(self, layer: int, rows: int) -> None:
         assert not self.requested(layer)
         assert not self.answered(layer), "done was raised before there was a request"

@@ -180,6 +180,7 @@ class CpuExperts:
         ids: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
+        divided: tuple[int, int] | None = None,
     ) -> Ticket:
         """Queues ``out[t] = sum over k of weights[t, k] * expert ids[t, k] (hidden[t])`` and returns at once.
 
@@ -190,6 +191,8 @@ class CpuExperts:
             ids: int32 [T, K]. Negative ones and those >= E are skipped.
             weights: float32 [T, K].
             out: float32 [T, format.hidden], overwritten; it must not overlap the inputs.
+            divided: an expert of which somebody else computes the first rows of the inner width, and the first
+                row that is computed here, a multiple of 32. The bias of its second projection is added here.
 
         All are contiguous CPU tensors, page-locked or not, and must not change until the job is done.
 
@@ -199,6 +202,7 @@ class CpuExperts:
         """
         tokens, top_k = _check_batch(format, experts, hidden, ids, weights, out)
         native = native_format(format)
+        words = None if divided is None else (ctypes.c_int32 * 2)(*divided)
         job = NativeJob(
             format=ctypes.pointer(native),
             experts=experts.ctypes.data,
@@ -209,6 +213,7 @@ class CpuExperts:
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
             out=out.data_ptr(),
+            divided=None if words is None else ctypes.addressof(words),
         )
         number = ctypes.c_uint64()
         with self._lock:
@@ -216,7 +221,7 @@ class CpuExperts:
                 raise EngineError("the CPU engine is closed")
             if self._library.gr_submit(self._handle, ctypes.byref(job), ctypes.byref(number)):
                 raise EngineError(last_error(self._library))
-            ticket = Ticket(self, number.value, (experts, hidden, ids, weights, out))
+            ticket = Ticket(self, number.value, (experts, hidden, ids, weights, out, words))
             self._tickets[number.value] = ticket
         return ticket
 
@@ -228,9 +233,10 @@ class CpuExperts:
         ids: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
+        divided: tuple[int, int] | None = None,
     ) -> None:
         """``submit`` and ``wait`` in one."""
-        self.submit(format, experts, hidden, ids, weights, out).wait()
+        self.submit(format, experts, hidden, ids, weights, out, divided).wait()
 
     def throttle(self, factor: float) -> None:
         """Makes all work take ``factor`` (at least 1) times as long, for tests and benchmarks of slow machines.

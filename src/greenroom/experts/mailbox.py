@@ -18,14 +18,19 @@ from greenroom.kernels.cpu.library import NativeJob, NativeMailbox, last_error, 
 _LINE = 64
 """Bytes of a cache line. Words that different sides write share none."""
 
+_DIVIDED_WORD = 4
+"""Of a request's line: the divided expert, and behind it the CPU's first row."""
+
 
 class Mailboxes:
     """Page-locked memory through which a device hands routed experts to the CPU engine, one mailbox a layer.
 
-    All tensors are on the CPU, page-locked if asked for, and start as zeros:
+    All tensors are on the CPU, page-locked if asked for, and start as zeros but for one word:
 
     - ``request``: int32 [L, 16]. Word 0 of each row: rows posted. The device writes it behind everything else,
-      the engine clears it before it begins.
+      the engine clears it before it begins. Words 1 to 3: the device's statistics, which the engine does not read.
+      Words 4 and 5: an expert that is divided between device and CPU, or -1 (at first) for none, and the first row
+      of its inner width that the CPU computes, a multiple of 32 within the width. The CPU adds its down bias.
     - ``done``: int32 [L, 16]. Word 0: 1 once ``out`` is complete (or the job failed). The device clears it.
     - ``hidden``: of each layer, [max_tokens, H] of its dtype.
     - ``ids``: int32 [L, max_tokens, K]. Every choice, for statistics; the engine does not read it.
@@ -50,6 +55,7 @@ class Mailboxes:
         self._lock = Lock()
         self._closed = False
         self.request = _lines(layers, torch.int32, pin_memory)
+        self.request[:, _DIVIDED_WORD] = -1
         self.done = _lines(layers, torch.int32, pin_memory)
         self.busy_ns = _lines(layers, torch.int64, pin_memory)
         choices = (layers, max_tokens, top_k)
@@ -80,6 +86,7 @@ class Mailboxes:
             ids=self.cpu_ids[layer].data_ptr(),
             weights=self.weights[layer].data_ptr(),
             out=self.out[layer].data_ptr(),
+            divided=self.request[layer, _DIVIDED_WORD:].data_ptr(),
         )
         return NativeMailbox(
             job=job,

@@ -134,10 +134,11 @@ inline void tile_sums(const WeightTile &w, const uint8_t *b, int64_t b_pitch, fl
   if constexpr (Tiles > 1) _tile_zero(1);
   if constexpr (Tiles > 2) _tile_zero(2);
   if constexpr (Tiles > 3) _tile_zero(3);
+  const int32_t steps = smaller(kStepsAhead, whole);  // no further than the rows that are read next are wide
   const uint8_t *a = w.block;
   for (int32_t k = 0; k < whole; ++k, a += 64, b += kTileBytes) {
-    const uint8_t *ahead = a + 64 * kStepsAhead;
-    if (k + kStepsAhead >= whole) ahead = w.after ? w.after + 64 * (k + kStepsAhead - whole) : a;
+    const uint8_t *ahead = a + 64 * steps;
+    if (k + steps >= whole) ahead = w.after ? w.after + 64 * (k + steps - whole) : a;
     _tile_loadd(4, a, w.pitch);
     multiply_tiles<Tiles, Cold>(b, b_pitch, ahead, w.pitch);
   }

@@ -47,16 +47,17 @@ inline float to_float(F16 value) {
 constexpr int32_t kUnit = 8;          // rows that are not divided between threads
 constexpr int32_t kBlockRows = 64;    // rows whose results wait in scratch for their activation
 constexpr int32_t kBlockTokens = 32;  // tokens taken together: their inputs stay in the L2 cache
-constexpr int64_t kAhead = 4096;  // distance of the software prefetch
+constexpr int64_t kAhead = 4096;  // distance of the software prefetch, in bytes that are read
 
 // Prefetches run ahead in the order in which weights are read: to the end of a run, then into the next.
 struct Stream {
+  int64_t distance;  // in memory: whole rows if there are gaps between them
   const uint8_t *end;
   const uint8_t *next;  // null: nothing follows
 };
 
 inline void prefetch_ahead(const uint8_t *at, const Stream &stream) {
-  const uint8_t *ahead = at + kAhead;
+  const uint8_t *ahead = at + stream.distance;
   if (ahead >= stream.end) {
     if (!stream.next) return;
     ahead = stream.next + (ahead - stream.end);
@@ -119,17 +120,23 @@ inline void dot_tokens(const W *w, int64_t pitch, const X *const *x, int32_t tok
   if (tokens - n == 1) dot_block<M, R, 1, R == 1 ? 4 : 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
 }
 
+inline int64_t prefetch_distance(int64_t row_bytes, int64_t pitch_bytes) {
+  return row_bytes == pitch_bytes ? kAhead : (kAhead + row_bytes - 1) / row_bytes * pitch_bytes;
+}
+
 // c[n * ldc + r] for all rows. Few tokens: row after row, exactly the order of the bytes in memory.
 template <class M, class W, class X>
-inline void dot_rows(const W *w, int32_t rows, const X *const *x, int32_t tokens, int32_t k, float *c,
+inline void dot_rows(const W *w, int64_t pitch, int32_t rows, const X *const *x, int32_t tokens, int32_t k, float *c,
                      int32_t ldc, const uint8_t *next) {
-  const Stream stream{reinterpret_cast<const uint8_t *>(w + static_cast<int64_t>(rows) * k), next};
+  constexpr int64_t size = sizeof(W);
+  const Stream stream{prefetch_distance(k * size, pitch * size), reinterpret_cast<const uint8_t *>(w + rows * pitch),
+                      next};
   int32_t r = 0;
   if (tokens > 2)
     for (; r + 4 <= rows; r += 4)
-      dot_tokens<M, 4>(w + static_cast<int64_t>(r) * k, k, x, tokens, k, c + r, ldc, &stream);
+      dot_tokens<M, 4>(w + r * pitch, pitch, x, tokens, k, c + r, ldc, &stream);
   for (; r < rows; ++r)
-    dot_tokens<M, 1>(w + static_cast<int64_t>(r) * k, k, x, tokens, k, c + r, ldc, &stream);
+    dot_tokens<M, 1>(w + r * pitch, pitch, x, tokens, k, c + r, ldc, &stream);
 }
 
 inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
@@ -174,9 +181,9 @@ void dot_up(const Group *group, int32_t first, int32_t last, const uint8_t *next
       for (int32_t n = 0; n < tokens; ++n)
         x[n] = hidden + static_cast<int64_t>(group->pairs[token + n].token) * f.hidden;
       if (f.gated)
-        dot_rows<M>(gate_rows, rows, x, tokens, f.hidden, gate, kBlockRows,
+        dot_rows<M>(gate_rows, f.hidden, rows, x, tokens, f.hidden, gate, kBlockRows,
                     reinterpret_cast<const uint8_t *>(up_rows));
-      dot_rows<M>(up_rows, rows, x, tokens, f.hidden, up, kBlockRows, after);
+      dot_rows<M>(up_rows, f.hidden, rows, x, tokens, f.hidden, up, kBlockRows, after);
       for (int32_t n = 0; n < tokens; ++n) {
         float *g = gate + n * kBlockRows, *u = up + n * kBlockRows;
         if (bias)
@@ -199,7 +206,8 @@ template <class M, class W, class A>
 void dot_down(const Group *group, int32_t first, int32_t last, float *sums, int64_t sums_pitch,
               const uint8_t *next, void *scratch) {
   const gr_format &f = *group->format;
-  const W *matrix = reinterpret_cast<const W *>(group->block + f.down);
+  const int32_t begin = group->begin;
+  const W *matrix = reinterpret_cast<const W *>(group->block + f.down) + begin;
   const W *bias = f.has_bias ? reinterpret_cast<const W *>(group->block + f.down_bias) : nullptr;
   const A *act = reinterpret_cast<const A *>(group->act);
   const int64_t pitch = act_pitch<A>(f);
@@ -212,8 +220,8 @@ void dot_down(const Group *group, int32_t first, int32_t last, float *sums, int6
     for (int32_t token = 0; token < group->count; token += kBlockTokens) {
       const int32_t tokens = smaller(group->count - token, kBlockTokens);
       const A *x[kBlockTokens];
-      for (int32_t n = 0; n < tokens; ++n) x[n] = act + (token + n) * pitch;
-      dot_rows<M>(w, rows, x, tokens, f.inter, products, kBlockRows, after);
+      for (int32_t n = 0; n < tokens; ++n) x[n] = act + (token + n) * pitch + begin;
+      dot_rows<M>(w, f.inter, rows, x, tokens, f.inter - begin, products, kBlockRows, after);
       for (int32_t n = 0; n < tokens; ++n) {
         const Pair pair = group->pairs[token + n];
         float *sum = sums + pair.token * sums_pitch + (row - first);

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 2
+#define GR_ABI_VERSION 3
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -46,6 +46,10 @@ typedef struct {
 /* out[t] = sum over k of weights[t, k] * expert(ids[t, k])(hidden[t]), in the order of expert ids, so
  * that the result depends on neither the number of threads nor where an expert's block lies.
  * Pairs whose id is negative or >= num_experts are skipped; a token without pairs gets zeros.
+ * One expert may be divided along its inner width, with somebody else computing its first rows: `divided` is its id and
+ * the first row of `inter` that is computed here, a multiple of 32 within (0, inter). Of its block only these rows of
+ * `up` and these columns of `down` are read; the bias of `down` is added here, in full. A null `divided` and a negative
+ * id divide nothing, and so does an expert that nobody chose.
  * Everything pointed to must stay alive and unchanged until gr_wait has returned. */
 typedef struct {
   const gr_format *format;
@@ -57,11 +61,12 @@ typedef struct {
   const int32_t *ids;         /* [tokens, top_k] */
   const float *weights;       /* [tokens, top_k] */
   float *out;                 /* [tokens, hidden], overwritten */
+  const int32_t *divided;     /* {expert, first row} or null */
 } gr_job;
 
 typedef struct gr_engine gr_engine;
 
-/* A job that a device posts by itself. The device writes hidden, ids and weights, then stores the number of rows
+/* A job that a device posts by itself. The device writes hidden, ids, weights and divided, then stores the number of rows
  * (1 to job.tokens) into *request with release. The engine clears *request before it starts the job (a request
  * cleared after done was raised would be the next one, lost), computes these rows into out, and stores 1 into *done
  * with release, also if the job failed. The device clears *done before its next request.

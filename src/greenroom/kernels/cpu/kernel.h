@@ -26,6 +26,7 @@ struct Group {
   const uint8_t *hidden;   // [tokens, format->hidden] of format->dtype
   const Pair *pairs;       // [count], ascending tokens
   int32_t count;           // >= 1
+  int32_t begin;           // rows of `inter` before this one are somebody else's; a multiple of 32, mostly 0
   uint8_t *act;            // activation rows between the projections, in the kernel's own layout
 };
 
@@ -36,10 +37,10 @@ struct Kernel {
   int32_t down_unit; // the same for rows of the output
   size_t (*act_bytes)(const gr_format *format, int32_t count);
   size_t (*scratch_bytes)(const gr_format *format);
-  // act[:, first:last] = activation(first projection)
+  // act[:, first:last] = activation(first projection), for rows from group->begin on
   void (*up)(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch);
-  // sums[token, 0:last-first] += weight * (second projection)[first:last], one pair after another; the
-  // distance between tokens is sums_pitch floats
+  // sums[token, 0:last-first] += weight * (second projection of act[:, group->begin:])[first:last], one pair after
+  // another; the distance between tokens is sums_pitch floats
   void (*down)(const Group *group, int32_t first, int32_t last, float *sums, int64_t sums_pitch,
                const uint8_t *next, void *scratch);
 };

@@ -178,22 +178,25 @@ void amx_down(const Group *group, int32_t first, int32_t last, float *sums, int6
   const int64_t pitch = static_cast<int64_t>(f.inter) * 2;
   const Bf16 *bias = f.has_bias ? reinterpret_cast<const Bf16 *>(group->block + f.down_bias) : nullptr;
   const int64_t act_pitch = tiles_of(f.inter, kInner) * kTileBytes;
+  const uint8_t *act = group->act + group->begin / kInner * kTileBytes;
+  const uint8_t *matrix = group->block + f.down + 2 * group->begin;
+  const int32_t inner = f.inter - group->begin;
   const int32_t tiles = tiles_of(group->count, kTile);
   constexpr int32_t step = 2 * kTile;
   const TileScope scope;
-  const int32_t held = held_rows(step, step * pitch);
+  const int32_t held = held_rows(step, step * 2 * static_cast<int64_t>(inner));
   for (int32_t begin = first; begin < last; begin += held)
     for (int32_t t = 0; t < tiles; t += kTokenTiles)
       for (int32_t row = begin; row < last && row < begin + held; row += step) {
         // One tile takes every other row, its neighbour those between: memory answers faster when the rows of a
         // tile, which are fetched together, are spread over more pages.
         const int32_t rows = smaller(step, last - row);
-        const uint8_t *even = group->block + f.down + row * pitch;
+        const uint8_t *even = matrix + row * pitch;
         const uint8_t *after = row + step < last ? even + step * pitch : next;
-        const WeightTile w0{even, 2 * pitch, (rows + 1) / 2, f.inter, even + pitch, t == 0};
-        const WeightTile w1{even + pitch, 2 * pitch, rows / 2, f.inter, after, t == 0};
+        const WeightTile w0{even, 2 * pitch, (rows + 1) / 2, inner, even + pitch, t == 0};
+        const WeightTile w1{even + pitch, 2 * pitch, rows / 2, inner, after, t == 0};
         const int32_t token_tiles = smaller(tiles - t, kTokenTiles);
-        const uint8_t *b = group->act + t * act_pitch;
+        const uint8_t *b = act + t * act_pitch;
         tile_product(w0, b, act_pitch, token_tiles, scratch.c[0], scratch.edge);
         tile_product(w1, b, act_pitch, token_tiles, scratch.c[1], scratch.edge);
         for (int32_t n = 0; n < token_tiles; ++n)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "libgreenroom_cpu.so"
 
 
@@ -43,6 +43,7 @@ class NativeJob(ctypes.Structure):
         ("ids", c_void_p),
         ("weights", c_void_p),
         ("out", c_void_p),
+        ("divided", c_void_p),
     ]
 
 

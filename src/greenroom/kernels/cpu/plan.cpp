@@ -17,6 +17,7 @@ constexpr int64_t kUpShare = 4;  // an up unit is what is left / (4 * threads); 
 // tokens lie a power of two apart as a rule, and would push each other out of the cache.
 constexpr int64_t kSumBytes = int64_t{5} << 19;
 constexpr int64_t kMaxDownRows = 256;
+constexpr int32_t kDivisionRows = 32;   // a divided expert starts at a multiple: the widest kernel's unit
 constexpr int32_t kMaxWidth = 1 << 30;  // row numbers plus a block must fit 32 bits
 
 [[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
@@ -47,6 +48,7 @@ void check_job(const gr_job &job) {
   if (job.tokens > INT32_MAX || job.tokens * job.top_k > INT32_MAX)
     refuse("a job must have fewer than 2^31 pairs of token and expert; split the batch");
   if (job.tokens > 0 && !job.out) refuse("the job has no output");
+  if (reinterpret_cast<uintptr_t>(job.divided) % alignof(int32_t)) refuse("the divided expert's words are not aligned");
   if (job.tokens > 0 && job.top_k > 0 && (!job.hidden || !job.ids || !job.weights || (job.num_experts && !job.experts)))
     refuse("the job lacks hidden states, ids, weights or expert blocks");
 }
@@ -66,6 +68,7 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa,
   const float *weights = job.weights + first * top_k;
   const int32_t experts = job.num_experts;
   const int64_t slots = count * top_k;
+  read_divided(job);
 
   // A counting sort, stable in the order of tokens.
   begins_.assign(static_cast<size_t>(experts) + 1, 0);
@@ -84,7 +87,8 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa,
     if (!tokens) continue;
     if (!job.experts[e]) refuse("expert " + std::to_string(e) + " was chosen but has no block");
     const Kernel &kernel = choose_kernel(isa, format_.dtype, tokens);
-    groups_.push_back(Group{&format_, static_cast<const uint8_t *>(job.experts[e]), hidden, nullptr, tokens, nullptr});
+    groups_.push_back(Group{&format_, static_cast<const uint8_t *>(job.experts[e]), hidden, nullptr, tokens,
+                            e == divided_ ? divided_begin_ : 0, nullptr});
     kernels_.push_back(&kernel);
     act_offsets_.push_back(act_bytes);
     act_bytes += (kernel.act_bytes(&format_, tokens) + 63) / 64 * 64;
@@ -109,13 +113,24 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa,
   divide(threads);
 }
 
+void Plan::read_divided(const gr_job &job) {
+  divided_ = job.divided ? job.divided[0] : -1;
+  if (divided_ < 0) return;
+  divided_begin_ = job.divided[1];
+  if (divided_begin_ < 1 || divided_begin_ >= format_.inter || divided_begin_ % kDivisionRows)
+    refuse("expert " + std::to_string(divided_) + " cannot be divided at row " + std::to_string(divided_begin_) +
+           " of its inner width " + std::to_string(format_.inter) + ", only at a multiple of " +
+           std::to_string(kDivisionRows) + " within it");
+}
+
 void Plan::divide(uint32_t threads) {
   up_units_.clear();
   down_units_.clear();
-  int64_t left = static_cast<int64_t>(groups_.size()) * format_.inter;
+  int64_t left = 0;
+  for (const Group &group : groups_) left += format_.inter - group.begin;
   int32_t step = 8;
   for (uint32_t g = 0; g < groups_.size(); ++g) {
-    for (int32_t row = 0; row < format_.inter;) {
+    for (int32_t row = groups_[g].begin; row < format_.inter;) {
       const int64_t rows = std::min<int64_t>(unit_rows(left, kUpShare * threads, kernels_[g]->up_unit),
                                              format_.inter - row);
       up_units_.push_back(UpUnit{g, row, static_cast<int32_t>(row + rows)});
@@ -154,7 +169,9 @@ void Plan::run_down(uint32_t unit, void *scratch) const {
   memset(sums, 0, sizeof(float) * static_cast<size_t>(tokens_ * rows));
   const int64_t offset = format_.down + int64_t{u.first} * format_.inter * (format_.dtype == GR_F32 ? 4 : 2);
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const uint8_t *next = g + 1 < groups_.size() ? groups_[g + 1].block + offset : nullptr;
+    // A divided expert's rows have gaps, into which a prefetch from outside must not run.
+    const bool more = g + 1 < groups_.size() && !groups_[g + 1].begin;
+    const uint8_t *next = more ? groups_[g + 1].block + offset : nullptr;
     kernels_[g]->down(&groups_[g], u.first, u.last, sums, rows, next, scratch);
   }
   for (int64_t t = 0; t < tokens_; ++t)

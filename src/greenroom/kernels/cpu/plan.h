@@ -21,7 +21,7 @@ int64_t slice_tokens(const gr_job &job);
 class Plan {
  public:
   // Groups the pairs of tokens [first, first + count) by expert. Throws std::invalid_argument for a chosen
-  // expert without a block and std::bad_alloc. Memory of earlier plans is reused.
+  // expert without a block or divided at an impossible row, and std::bad_alloc. Memory of earlier plans is reused.
   // threads: how many will share the work; decides the sizes of units, never a result.
   void build(const gr_job &job, int64_t first, int64_t count, gr_isa isa, uint32_t threads);
 
@@ -41,12 +41,15 @@ class Plan {
     int32_t first, last;  // columns of the output
   };
 
+  void read_divided(const gr_job &job);
   void divide(uint32_t threads);
 
   gr_format format_{};
   float *out_ = nullptr;
   int64_t tokens_ = 0;
   std::vector<int32_t> begins_;          // [experts + 1] first pair of each expert
+  int32_t divided_ = -1;                 // expert, or -1
+  int32_t divided_begin_ = 0;            // its first row here
   std::vector<Pair> pairs_;              // by expert, then token, then position in the token's list
   std::vector<Group> groups_;            // ascending experts, only those with pairs
   std::vector<const Kernel *> kernels_;  // of each group
