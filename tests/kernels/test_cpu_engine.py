@@ -1,6 +1,8 @@
 """The native CPU engine against a float64 model of the expert, on every instruction set of this machine."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -209,6 +211,53 @@ def test_a_divided_experts_first_rows_do_not_matter(
         views.up_bias[1, start : start + first] = math.nan
     for threads in (1, 2, 3):
         assert torch.equal(batch.run(engines.get(threads, isa)), one)
+
+
+_PROTECTED_ROWS = """
+import ctypes, mmap
+import numpy as np, torch
+from greenroom.experts.cpu import CpuExperts, supported_isas
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+
+PAGE = mmap.PAGESIZE
+first = PAGE // 2  # a page of a row of the second projection
+fmt = ExpertFormat(64, 2 * first, torch.bfloat16, Activation(ActivationKind.SILU))
+memory = mmap.mmap(-1, -(-fmt.block_bytes // PAGE) * PAGE)
+start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+
+def protect(at, size):
+    assert at % PAGE == 0 and size % PAGE == 0
+    assert mprotect(ctypes.c_void_p(start + at), ctypes.c_size_t(size), 0) == 0
+
+up, down, *_ = fmt.offsets
+row = fmt.hidden * 2
+for matrix in (0, fmt.inter):
+    protect(up + matrix * row, first * row)
+for column in range(fmt.hidden):
+    protect(down + column * fmt.inter * 2, first * 2)
+for isa in supported_isas():
+    for tokens in (1, 3, 40):
+        out = torch.empty(tokens, fmt.hidden)
+        with CpuExperts(2, None, isa) as engine:
+            engine.run(
+                fmt,
+                np.array([start], dtype=np.uint64),
+                torch.ones(tokens, fmt.hidden, dtype=torch.bfloat16),
+                torch.zeros(tokens, 1, dtype=torch.int32),
+                torch.ones(tokens, 1),
+                out,
+                (0, first),
+            )
+        assert not out.any()
+print("never touched")
+"""
+
+
+def test_a_divided_experts_first_rows_are_not_read() -> None:
+    """In a process of its own, which reading them would end."""
+    done = subprocess.run([sys.executable, "-c", _PROTECTED_ROWS], capture_output=True, text=True, check=False)
+    assert done.stdout == "never touched\n", f"status {done.returncode}: {done.stderr}"
 
 
 def test_dividing_an_expert_that_nobody_chose(engines: Engines) -> None:
