@@ -1,11 +1,17 @@
-"""greenroom bench experts: flags reach the benchmark, its result reaches the user."""
+"""greenroom bench: flags reach the benchmarks, their results reach the user."""
 
 import json
+import re
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from greenroom.bench import commit
+from greenroom.bench.commit import commit_hash
 from greenroom.cli.main import app
 
 RESULT = {
@@ -38,7 +44,7 @@ def calls(monkeypatch) -> list[dict[str, object]]:
 def test_json(runner, calls):
     result = runner.invoke(app, ["bench", "experts", "--json"])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout) == RESULT
+    assert json.loads(result.stdout) == RESULT | {"commit": commit_hash()}
     assert calls == [
         {"hidden": 2048, "inter": 768, "experts": 128, "topk": 8, "tokens": 1, "threads": None, "isa": "auto"}
     ]
@@ -60,3 +66,126 @@ def test_wrong_values(runner, calls, flags):
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert not calls
+
+
+@pytest.fixture
+def fake_bench(monkeypatch):
+    """fake_bench(module, function, result) replaces a benchmark and gives the list of its calls."""
+
+    def replace(name: str, function: str, result):
+        calls = []
+
+        def run(*arguments, **named):
+            calls.append((arguments, named))
+            return result
+
+        module = ModuleType(f"greenroom.bench.{name}")
+        setattr(module, function, run)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return calls
+
+    return replace
+
+
+def result_of(**fields) -> SimpleNamespace:
+    return SimpleNamespace(to_dict=lambda: dict(fields))
+
+
+def test_handoff(runner, fake_bench):
+    calls = fake_bench("handoff", "bench_handoff", result_of(value=7.5, unit="us/layer", bound=None))
+    flags = "--batch 4 --layers 12 --context-num-threads 3 --isa avx2"
+    result = runner.invoke(app, ["bench", "handoff", *flags.split(), "--json"])
+    assert result.exit_code == 0, result.output
+    fields = json.loads(result.stdout)
+    assert fields == {"value": 7.5, "unit": "us/layer", "bound": None, "commit": commit_hash()}
+    runner.invoke(app, ["bench", "handoff"])
+    assert calls == [((4, 12, 3, "avx2"), {}), ((1, 48, None, "auto"), {})]
+
+
+def test_load(runner, fake_bench):
+    calls = fake_bench("load", "bench_load", result_of(value=2.5, load_seconds=[1.0, 2.0]))
+    result = runner.invoke(app, ["bench", "load", "--shape", "small", "--folder", "here", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert "2.5" in result.stdout
+    assert "1, 2" in result.stdout
+    assert json.loads(runner.invoke(app, ["bench", "load", "--json"]).stdout)["value"] == 2.5
+    assert calls == [
+        (("small", Path("here"), "cpu"), {"progress": True}),
+        (("q30-12L", None, "auto"), {"progress": False}),
+    ]
+
+
+def test_kernels_print_a_line_each(runner, fake_bench):
+    full = {"kernel": "up", "tokens": 1, "shape": "8 experts", "value": 20.0, "gb_s": 2500.0, "limit": "hbm"}
+    rows = [
+        full | {"share": 0.9, "limit_gb_s": 2800.0},
+        full | {"kernel": "combine", "share": None, "gb_s": None, "limit_gb_s": None},
+    ]
+    fake_bench("kernels", "bench_kernels", iter([result_of(**row) for row in rows]))
+    result = runner.invoke(app, ["bench", "kernels", "--json"])
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert lines == [row | {"commit": commit_hash()} for row in rows]
+    fake_bench("kernels", "bench_kernels", iter([result_of(**row) for row in rows]))
+    table = runner.invoke(app, ["bench", "kernels"]).stdout
+    for words in ("up, 1 x 8 experts", "20.0 us, 2,500 GB/s, 90% of 2,800 GB/s (hbm)", "combine"):
+        assert words in table
+
+
+@pytest.mark.parametrize(("flags", "graph"), [([], True), (["--eager"], False)])
+def test_eager_decode(runner, fake_bench, flags, graph):
+    calls = fake_bench("model", "bench_decode", result_of(value=1.0))
+    result = runner.invoke(app, ["bench", "decode", *flags, "--json"])
+    assert result.exit_code == 0, result.output
+    assert calls[0][1] == {"graph": graph}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "handoff --batch 0",
+        "handoff --batch 33",
+        "handoff --layers 0",
+        "handoff --context-num-threads 0",
+        "handoff --isa mmx",
+        "load --shape huge",
+        "load --shape small --device tpu",
+        "load --shape small --device cuda:99",
+    ],
+)
+def test_values_that_the_benchmarks_refuse(runner, command):
+    result = runner.invoke(app, ["bench", *command.split(), "--json"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_a_checkout_which_tracks_the_package(tmp_path):
+    package = tmp_path / "src" / "package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    assert commit_hash(package) is None
+    git(tmp_path, "init")
+    git(tmp_path, "commit", "--allow-empty", "-m", "another project, in which the package is installed")
+    assert commit_hash(package) is None
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "the package itself")
+    found = commit_hash(package)
+    assert re.fullmatch("[0-9a-f]{7,}", found)
+    assert git(tmp_path, "rev-parse", "HEAD").startswith(found)
+
+
+def test_without_git_there_is_no_commit(monkeypatch):
+    def no_git(*arguments, **named):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(commit.subprocess, "run", no_git)
+    assert commit_hash() is None

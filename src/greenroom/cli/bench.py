@@ -1,6 +1,7 @@
 """``greenroom bench``: measurements of parts on this machine."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -49,7 +50,7 @@ def experts(
             hidden=hidden, inter=inter, experts=num_experts, topk=topk, tokens=tokens, threads=threads, isa=isa
         ).to_dict()
     if as_json:
-        output.print_json(result)
+        _show(result, as_json)
         return
     output.print_fields(
         {
@@ -97,6 +98,7 @@ def decode(
     context_num_threads: options.ContextNumThreads = None,
     policy: options.Policy = OffloadConfig.policy,
     device: options.Device = OffloadConfig.device,
+    eager: Annotated[bool, typer.Option("--eager", help="On a GPU: no CUDA graph, layer by layer.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Decode speed of a model with random weights made in place."""
@@ -110,7 +112,7 @@ def decode(
         device=device,
     )
     with one_json_object(as_json):
-        result = bench_decode(shape, batch, knobs, routing, steps).to_dict()
+        result = bench_decode(shape, batch, knobs, routing, steps, graph=not eager).to_dict()
     _show(result, as_json)
 
 
@@ -134,14 +136,88 @@ def prefill(
     _show(result, as_json)
 
 
+@app.command("handoff")
+def handoff(
+    batch: Batch = 1,
+    layers: Annotated[int, typer.Option("--layers", help="Layers a step.")] = 48,
+    context_num_threads: options.ContextNumThreads = None,
+    isa: options.Isa = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """What handing experts to the CPU costs a layer of a decode step when the CPU has next to nothing to do."""
+    from greenroom.bench.handoff import bench_handoff
+
+    OffloadConfig(context_num_threads=context_num_threads)  # refuses a number below 1
+    with one_json_object(as_json):
+        result = bench_handoff(batch, layers, context_num_threads, isa).to_dict()
+    _show(result, as_json)
+
+
+@app.command("load")
+def load(
+    shape: Shape = "q30-12L",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--folder", metavar="PATH", help="Keeps the checkpoint there, or finds it there; else it is removed."
+        ),
+    ] = None,
+    device: options.Device = OffloadConfig.device,
+    as_json: options.AsJson = False,
+) -> None:
+    """How fast a random checkpoint is loaded, and the peak of host memory."""
+    from greenroom.bench.load import bench_load
+
+    with one_json_object(as_json):
+        result = bench_load(shape, folder, device, progress=not as_json).to_dict()
+    _show(result, as_json)
+
+
+@app.command("kernels")
+def kernels(as_json: options.AsJson = False) -> None:
+    """Each GPU kernel of a decode step against the memory limit; one line a kernel."""
+    from greenroom.bench.kernels import bench_kernels
+
+    results = bench_kernels()
+    fields = {}
+    while True:
+        with one_json_object(as_json):
+            measured = next(results, None)
+        if measured is None:
+            break
+        result = measured.to_dict()
+        if as_json:
+            _show(result, as_json)
+        fields[f"{result['kernel']}, {result['tokens']} x {result['shape']}"] = _against_limit(result)
+    if not as_json:
+        output.print_fields(fields)
+
+
+def _against_limit(result: Mapping[str, Any]) -> str:
+    if result["share"] is None:
+        return f"{result['value']:,.1f} us"
+    return (
+        f"{result['value']:,.1f} us, {result['gb_s']:,.0f} GB/s, "
+        f"{result['share']:.0%} of {result['limit_gb_s']:,.0f} GB/s ({result['limit']})"
+    )
+
+
 def _show(result: Mapping[str, Any], as_json: bool) -> None:
+    """A benchmark's whole result, with the commit that it was measured with."""
+    from greenroom.bench.commit import commit_hash
+
+    result = {**result, "commit": commit_hash()}
     if as_json:
-        output.print_json(dict(result))
+        output.print_json(result)
     else:
         output.print_fields({name.replace("_", " "): _text(value) for name, value in result.items()})
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(_text(item) for item in value)
     if isinstance(value, float):
         return f"{value:,.4g}"
     if isinstance(value, dict):
