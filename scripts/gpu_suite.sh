@@ -23,7 +23,7 @@ build >"$out/build.log" 2>&1 || { tail -20 "$out/build.log"; exit 1; }
   python3 -c 'import sys, torch, transformers as t; print("python", sys.version.split()[0], "torch", torch.__version__, "transformers", t.__version__)'
 } | tee "$out/machine.txt"
 
-bench() { timeout 90 python3 -m greenroom bench "$@" --json | tee -a "$out/bench.jsonl"; }
+bench() { timeout "${limit:-90}" python3 -m greenroom bench "$@" --json | tee -a "$out/bench.jsonl"; }
 
 status=0
 if wanted tests; then
@@ -40,6 +40,11 @@ if wanted model; then
   bench prefill --tokens 512
   bench decode --batch 16
   bench prefill --tokens 3900
+  bench decode --batch 1 --cache-expert-num 32
   bench decode --batch 1 --cache-expert-num 128
+  bench handoff
+  limit=180 bench kernels
+  # Writes 16 GB to a temporary folder first.
+  limit=300 bench load --shape q30-12L
 fi
 exit $status
