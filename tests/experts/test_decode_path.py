@@ -126,6 +126,42 @@ def test_every_lane_equals_float64(name, tokens, slots, streamed):
         assert (total.cpu == 0) == (streamed == 10 or slots == 10)
 
 
+class Parts(SplitController):
+    """Always streams so many sixteenths, as far as there are experts."""
+
+    def __init__(self, parts: int, max_experts: int) -> None:
+        super().__init__(1.0, 1.0, max_experts)
+        self._parts = np.minimum(np.arange(max_experts + 1) * PARTS, parts).astype(np.int32)
+
+    def stream_parts(self) -> np.ndarray:
+        return self._parts
+
+
+@pytest.mark.parametrize("parts", [0, 1, 5, 8, 15, 16, 24, 37, 64])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        ExpertFormat(48, 96, torch.bfloat16, SILU),
+        ExpertFormat(40, 150, torch.float32, Activation(ActivationKind.SWIGLU_OAI, 1.7, 2.0), bias=True),
+        ExpertFormat(32, 64, torch.bfloat16, Activation(ActivationKind.RELU2), gated=False, bias=True),
+    ],
+)
+def test_an_expert_is_divided_between_both_sides(parts, tokens, fmt):
+    with decode(fmt, 12, 2, tokens, 4) as (manager, steps):
+        steps.split = Parts(parts, 12)
+        for _ in range(2):
+            batch = random_batch(fmt, 12, tokens, 4)
+            check(run(steps, tokens, 0, batch), batch, manager, tokens)
+        expert, first = steps.path.mailboxes.request[0, 4:6].tolist()
+        rows = parts % PARTS * fmt.inter // PARTS // 32 * 32
+        if rows and int(steps.path.mailboxes.request[0, 3]) > 0:
+            assert first == rows
+            assert expert in steps.path.mailboxes.cpu_ids[0]
+        else:
+            assert (expert, first) == (-1, 0)
+
+
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(1, 1, 2), (6, 3, 5), (128, 8, 4), (200, 5, 2), (512, 10, 1)])
 def test_any_number_of_experts_and_choices(experts, top_k, tokens):
     fmt = ExpertFormat(32, 16, torch.bfloat16, SILU)

@@ -267,8 +267,8 @@ class ExpertLaunches:
         """The first projection with the experts of a set."""
         import triton
 
-        from greenroom.experts.decode_path import choose_tilings
         from greenroom.kernels.gpu.expert_ffn import ALL, up_kernel
+        from greenroom.kernels.gpu.tiling import choose_tilings
 
         fmt, tokens = self._format, len(self.hidden)
         tiling, _ = choose_tilings(tokens)
@@ -299,8 +299,8 @@ class ExpertLaunches:
         """The second projection with the experts of a set, of what ``up`` left."""
         import triton
 
-        from greenroom.experts.decode_path import choose_tilings
         from greenroom.kernels.gpu.expert_ffn import ALL, down_kernel
+        from greenroom.kernels.gpu.tiling import choose_tilings
 
         fmt, (tokens, top_k) = self._format, self.ids.shape
         _, tiling = choose_tilings(tokens)

@@ -4,6 +4,8 @@ Decode at a few sequences is a chain of small kernels. RMS norms become one kern
 KV cache of fixed size reads keys and values once for all query heads that share them.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -26,7 +28,7 @@ def fuse_norms(model: nn.Module) -> int:
     for module in model.modules():
         epsilon = _rms_epsilon(module)
         if epsilon is not None:
-            module.forward = _fused(module, epsilon)  # type: ignore[method-assign]
+            module.forward = _fused(module, epsilon)
             fused += 1
     return fused
 
@@ -104,7 +106,7 @@ def _rms_epsilon(module: nn.Module) -> float | None:
     return epsilon if isinstance(result, torch.Tensor) and torch.equal(result, weight * normal) else None
 
 
-def _fused(module: nn.Module, epsilon: float):  # type: ignore[no-untyped-def]
+def _fused(module: nn.Module, epsilon: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         assert isinstance(module.weight, torch.Tensor)
         return rms_norm(hidden_states.contiguous(), module.weight, epsilon)

@@ -15,8 +15,6 @@ Who writes what:
   until that raises done, and done is reset by the device. So each has one writer at a time.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import triton
@@ -28,39 +26,8 @@ from greenroom.kernels.gpu.combine import combine_kernel
 from greenroom.kernels.gpu.dispatch import dispatch_kernel
 from greenroom.kernels.gpu.expert_ffn import ALL, CROSSING, RESIDENT, down_kernel, up_kernel
 from greenroom.kernels.gpu.fetch import fetch_kernel
-from greenroom.kernels.gpu.stream_wait import wait_until_one
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Sizes of the tiles that one program of an expert kernel reads."""
-
-    rows: int
-    tokens: int
-    width: int
-    warps: int
-    stages: int
-
-    def arguments(self) -> dict[str, int]:
-        """As the kernels take them."""
-        return {
-            "BLOCK_ROWS": self.rows,
-            "BLOCK_TOKENS": self.tokens,
-            "BLOCK_WIDTH": self.width,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
-
-
-def choose_tilings(tokens: int) -> tuple[Tiling, Tiling]:
-    """Tiles of the up and the down kernel: products and sums for one token, matrix units for more.
-
-    Found by trying: few long rows for the wide first projection of one token, more and shorter ones for the second.
-    """
-    if tokens == 1:
-        return Tiling(rows=2, tokens=1, width=1024, warps=4, stages=3), Tiling(8, 1, 256, 4, 3)
-    padded = max(16, triton.next_power_of_2(tokens))
-    return Tiling(rows=32, tokens=padded, width=256, warps=4, stages=3), Tiling(32, padded, 128, 4, 4)
+from greenroom.kernels.gpu.stream_wait import CPU_LIMIT_S, wait_until_one
+from greenroom.kernels.gpu.tiling import choose_tilings
 
 
 _FETCH_BYTES = 512 << 20
@@ -83,6 +50,7 @@ class DecodePath:
     Attributes:
         mailboxes: those that it posts to.
         timed: whether the device has a clock that kernels can read.
+        wait_limit_s: seconds that a layer waits for the CPU engine on a CPU device, where waiting blocks.
         lane_spans: int64 [layers, 8] in host memory, written by the device: nanoseconds of the device's clock
             at the end of dispatch, at the end of the last expert read over PCIe (older if there was none), and
             at the begin of combine. Zeros on a CPU device.
@@ -107,6 +75,7 @@ class DecodePath:
         device = slot_of.device
         self.device = device
         self.timed = device.type == "cuda"
+        self.wait_limit_s = CPU_LIMIT_S
         self.max_tokens = max_tokens
         self.top_k = top_k
         self._store = store
@@ -176,7 +145,7 @@ class DecodePath:
         ids, weights = ids.contiguous(), weights.contiguous()
         self._dispatch(layer, fmt, hidden, ids, weights)
         self._run_experts(layer, fmt, hidden, weights, tokens)
-        wait_until_one(self.mailboxes.done[layer, :1], self.device)
+        wait_until_one(self.mailboxes.done[layer, :1], self.device, self.wait_limit_s)
         return self._combine(layer, hidden, tokens)
 
     def _dispatch(

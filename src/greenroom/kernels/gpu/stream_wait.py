@@ -9,22 +9,26 @@ import torch
 from greenroom.errors import EngineError
 
 _WAIT_EQUAL = 0x1
-_CPU_LIMIT_S = 60.0
+
+CPU_LIMIT_S = 60.0
+"""How long a wait on a CPU device may block."""
 
 
-def wait_until_one(word: torch.Tensor, device: torch.device) -> None:
+def wait_until_one(word: torch.Tensor, device: torch.device, limit_s: float = CPU_LIMIT_S) -> None:
     """Work enqueued behind this on the current stream of ``device`` starts once ``word`` is 1.
 
     On a CPU device, where work is not enqueued but done, this blocks.
 
     Args:
         word: int32 [1], page-locked host memory.
+        limit_s: seconds that this may block on a CPU device.
 
     Raises:
-        EngineError: the driver refused, or on a CPU device a minute has passed.
+        EngineError: the driver refused.
+        TimeoutError: on a CPU device, the limit has passed.
     """
     if device.type != "cuda":
-        _block(word)
+        _block(word, limit_s)
         return
     stream = torch.cuda.current_stream(device).cuda_stream
     error = _driver().cuStreamWaitValue32_v2(
@@ -37,12 +41,12 @@ def wait_until_one(word: torch.Tensor, device: torch.device) -> None:
         raise EngineError(f"the driver cannot let a stream wait for host memory (CUDA error {error})")
 
 
-def _block(word: torch.Tensor) -> None:
+def _block(word: torch.Tensor, limit_s: float) -> None:
     view = word.numpy()
-    deadline = time.monotonic() + _CPU_LIMIT_S
+    deadline = time.monotonic() + limit_s
     while view[0] != 1:
         if time.monotonic() > deadline:
-            raise EngineError(f"the CPU engine did not answer within {_CPU_LIMIT_S:.0f} s")
+            raise TimeoutError(f"the CPU engine did not answer within {limit_s:g} s")
 
 
 @functools.cache
