@@ -42,7 +42,8 @@ class OffloadConfig:
         profile: path of a routing profile; needed by the ``static`` policy.
         device: "auto", "cpu", "cuda" or "cuda:N".
         isa: "auto" or the instruction set that the CPU engine must use.
-        miss_expert_num: experts each of the two miss buffers holds on a GPU.
+        miss_expert_num: experts that each of the three miss buffers on a GPU holds. None: 16, fewer for
+            models with few experts.
         pin_memory: page-lock the host store when the device is a GPU. Without it copies take a
             detour through the driver's own buffers and reach about a third of the speed.
     """
@@ -56,7 +57,7 @@ class OffloadConfig:
     profile: str | None = None
     device: str = "auto"
     isa: str = "auto"
-    miss_expert_num: int = 8
+    miss_expert_num: int | None = None
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -69,7 +70,8 @@ class OffloadConfig:
         if self.cache_topk is not None:
             _require_at_least("cache_topk", self.cache_topk, 1)
         _require_at_least("update_expert_num", self.update_expert_num, 0)
-        _require_at_least("miss_expert_num", self.miss_expert_num, 1)
+        if self.miss_expert_num is not None:
+            _require_at_least("miss_expert_num", self.miss_expert_num, 1)
         if self.context_num_threads is not None:
             _require_at_least("context_num_threads", self.context_num_threads, 1)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from greenroom import hardware
+from greenroom.experts.admission import count_pairs
 from greenroom.experts.cpu import CpuExperts, Isa
 from greenroom.experts.cuda_tier import CudaTier
+from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
 from greenroom.experts.dispatch import CostModel
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.manager import OffloadManager
@@ -86,7 +88,7 @@ def test_steps_under_delays(slots, lanes):
         tier = manager.tier
         for number in range(30):
             if number % 3 == 0:
-                for stream in (tier._copy_stream, tier._write_stream):
+                for stream in (tier._copies.stream, tier._write_stream):
                     with torch.cuda.stream(stream):
                         torch.cuda._sleep(random.choice([0, 2_000_000]))
             with manager.step():
@@ -117,6 +119,48 @@ def test_formats(dtype, lanes):
                 check_slots(manager)
 
 
+@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("lanes", ["streamed", "both"])
+def test_copies_ahead_of_the_routing(slots, lanes):
+    """Large batches use every expert, small ones do not; layers are left out and run out of order."""
+    torch.manual_seed(2)
+    fmt = make_format(torch.bfloat16)
+    with running(slots, LANES[lanes], fmt) as manager:
+        copies, ahead, taken = manager.tier._copies, 0, 0
+        for number in range(40):
+            if number % 3 == 0:
+                with torch.cuda.stream(copies.stream):
+                    torch.cuda._sleep(random.choice([0, 2_000_000]))
+            with manager.step():
+                for layer in [0, 1, 2] if number % 4 else random.choices(range(LAYERS), k=5):
+                    taken += bool(copies.ahead(layer))
+                    run_layer(manager, layer, random.choice([1, 200, 200]), 4)
+                    ahead += any(copies.ahead(following) for following in range(LAYERS))
+            check_slots(manager)
+        assert ahead > taken > 10
+
+
+def test_groups_by_the_library_equal_one_by_one():
+    torch.manual_seed(3)
+    fmt = make_format(torch.bfloat16, bias=True, activation=Activation(ActivationKind.SWIGLU_OAI, 1.702, 7.0))
+    device = torch.device("cuda", 0)
+    if not can_group(fmt, device):
+        pytest.skip("torch's grouped GEMM would wait for the device here")
+    blocks = torch.zeros(EXPERTS, fmt.block_bytes, dtype=torch.uint8, device=device)
+    views = fmt.views(blocks)
+    for part in vars(views).values():
+        part.copy_(torch.randn(part.shape) * 0.3)
+    hidden = torch.randn(300, fmt.hidden, device=device).bfloat16()
+    ids, weights = routing(300, 4).int().cuda(), torch.rand(300, 4, device=device)
+    pairs = sort_pairs(ids, weights, torch.arange(EXPERTS, dtype=torch.int32, device=device))
+    pairs_at = count_pairs(ids.cpu().numpy(), EXPERTS)
+    ends = torch.from_numpy(pairs_at).cumsum(0).int().cuda()
+    by_library, one_by_one = (torch.zeros(300, fmt.hidden, device=device) for _ in range(2))
+    add_group(by_library, hidden, pairs, 0, pairs_at, ends, views, fmt, grouped=True)
+    add_group(one_by_one, hidden, pairs, 0, pairs_at, ends, views, fmt, grouped=False)
+    assert (by_library - one_by_one).norm() < 1e-2 * one_by_one.norm()
+
+
 def test_the_map_on_the_device_follows_the_host():
     with running(4, BOTH_LANES, make_format()) as manager:
         for _ in range(10):
@@ -129,7 +173,7 @@ def test_the_map_on_the_device_follows_the_host():
 
 
 def test_the_compute_path_never_waits_for_the_device():
-    """Apart from ``read_ids``: torch raises at every operation that would synchronise."""
+    """Apart from ``read_routing``: torch raises at every operation that would synchronise."""
     with running(4, BOTH_LANES, make_format()) as manager:
         real = manager.tier.run
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.experts.dispatch import CostModel, choose_num_streamed, dispatch, mask_ids
+from greenroom.experts.dispatch import CostModel, LaneState, choose_ahead, choose_num_streamed, dispatch, mask_ids
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.residency import ABSENT, choose_swaps
 
@@ -58,22 +58,33 @@ def test_swaps_are_the_greedy_best(state):
 rates = st.sampled_from([0.0, 1e3, 3e4, 1e6, 1e9])
 
 
-@given(st.lists(st.integers(1, 500), max_size=9), rates, rates, st.sampled_from([1e3, 1e7, 1e12]))
-def test_split_is_no_worse_than_any_subset(pairs, copy_rate, cpu_rate, flops_rate):
+lane_states = st.builds(
+    LaneState,
+    copy_busy_s=st.sampled_from([0.0, 1e-6, 1.0]),
+    cpu_result_s=st.sampled_from([0.0, 1e-6, 1.0]),
+    copy_pace=st.sampled_from([1.0, 3.0]),
+    cpu_pace=st.sampled_from([1.0, 0.5, 8.0]),
+)
+
+
+@given(st.lists(st.integers(1, 500), max_size=9), rates, rates, st.sampled_from([1e3, 1e7, 1e12]), lane_states)
+def test_split_is_no_worse_than_any_subset(pairs, copy_rate, cpu_rate, flops_rate, lanes):
     if copy_rate == 0 and cpu_rate == 0:
         return
     costs = CostModel(copy_rate, cpu_rate, flops_rate)
     pairs = np.array(sorted(pairs, reverse=True), dtype=np.int64)
-    chosen = choose_num_streamed(pairs, costs, FMT)
+    chosen = choose_num_streamed(pairs, costs, FMT, lanes)
 
     def ends(streamed: set[int]) -> float:
-        copy = sum(FMT.block_bytes / copy_rate if copy_rate else float("inf") for _ in streamed)
-        cpu = sum(
+        copy = lanes.copy_pace * sum(FMT.block_bytes / copy_rate if copy_rate else float("inf") for _ in streamed)
+        cpu = lanes.cpu_pace * sum(
             max(FMT.block_bytes / cpu_rate, int(n) * FMT.flops(1) / flops_rate) if cpu_rate else float("inf")
             for i, n in enumerate(pairs)
             if i not in streamed
         )
-        return max(copy, cpu)
+        if len(streamed) < len(pairs):
+            cpu += lanes.cpu_result_s
+        return max(lanes.copy_busy_s + copy, cpu)
 
     subsets = (set(s) for n in range(len(pairs) + 1) for s in itertools.combinations(range(len(pairs)), n))
     assert ends(set(range(chosen))) <= min(map(ends, subsets)) * (1 + 1e-9)
@@ -88,7 +99,9 @@ def test_split_is_no_worse_than_any_subset(pairs, copy_rate, cpu_rate, flops_rat
 def test_every_expert_with_tokens_gets_exactly_one_lane(counts, group, costs, random):
     counts = np.array(counts)
     slot_of = np.array([random.choice([ABSENT, slot]) for slot in range(len(counts))])
-    plan = dispatch(counts, slot_of, costs, FMT, group)
+    ids = random.sample(range(len(counts)), random.randint(0, len(counts)))
+    ahead = tuple(np.array(ids[start : start + group]) for start in range(0, len(ids), group))
+    plan = dispatch(counts, slot_of, costs, FMT, group, LaneState(ahead))
     everywhere = np.concatenate([plan.resident, plan.cpu, *plan.streamed])
     assert sorted(everywhere) == [e for e in range(len(counts)) if counts[e]]
     assert all(slot_of[e] != ABSENT for e in plan.resident)
@@ -97,8 +110,9 @@ def test_every_expert_with_tokens_gets_exactly_one_lane(counts, group, costs, ra
     assert list(plan.cpu) == sorted(plan.cpu)
     if costs.cpu_bytes_per_s == 0:
         assert len(plan.cpu) == 0
+    assert all(e not in ids for e in plan.cpu), "copied ahead, and then computed on the CPU"
     if costs.copy_bytes_per_s == 0:
-        assert not plan.streamed
+        assert all(e in ids for e in itertools.chain(*plan.streamed))
 
 
 def test_the_experts_with_most_pairs_are_streamed():
@@ -107,6 +121,30 @@ def test_the_experts_with_most_pairs_are_streamed():
     plan = dispatch(counts, np.full(4, ABSENT), costs, FMT, 8)
     assert [list(g) for g in plan.streamed] == [[1, 3]]
     assert list(plan.cpu) == [0, 2]
+
+
+def test_groups_copied_ahead_stay_together_and_come_first():
+    counts = np.array([1, 100, 2, 50, 0, 7])
+    lanes = LaneState(ahead=(np.array([2, 4]), np.array([4]), np.array([0])))
+    plan = dispatch(counts, np.full(6, ABSENT), CostModel(1, 0, 0), FMT, 2, lanes)
+    assert [list(g) for g in plan.streamed] == [[2], [0], [1, 3], [5]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 3)), min_size=1, max_size=16),
+    st.integers(0, 16),
+    st.integers(1, 16),
+)
+def test_copies_ahead_are_absent_experts_and_only_if_nearly_all_are_needed(experts, num_streamed, capacity):
+    counts, resident, popularity = (np.array(column) for column in zip(*experts, strict=True))
+    slot_of = np.where(resident, 0, ABSENT)
+    chosen = choose_ahead(counts, num_streamed, slot_of, popularity, capacity)
+    if (counts > 0).sum() < 0.9 * len(counts):
+        assert len(chosen) == 0
+        return
+    absent = [e for e in range(len(counts)) if not resident[e]]
+    best_first = sorted(absent, key=lambda e: (-popularity[e], e))
+    assert list(chosen) == best_first[: min(num_streamed, capacity)]
 
 
 def test_an_empty_batch_needs_nothing():

@@ -3,7 +3,8 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.host_tier import HostTier
 from greenroom.experts.manager import OffloadManager
 from greenroom.experts.policies import Policy, make_policy
-from greenroom.experts.sizing import MemoryPlan, plan_memory
+from greenroom.experts.sizing import MemoryPlan, miss_expert_num, plan_memory
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier
 
@@ -62,9 +63,16 @@ class Request:
         )
 
 
+class Companion(Protocol):
+    """What uses a model's memory and threads, so that it has to be closed before them."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
 @dataclass(frozen=True)
 class Offload:
-    """Everything behind one model."""
+    """Everything behind one model. ``companions`` are closed with it, before it."""
 
     spec: ModelSpec
     config: OffloadConfig
@@ -73,6 +81,7 @@ class Offload:
     manager: OffloadManager
     device: torch.device
     load_seconds: float
+    companions: list[Companion] = field(default_factory=list)
 
     def stats(self) -> OffloadStats:
         """What is active and what it has done."""
@@ -93,6 +102,8 @@ class Offload:
 
     def close(self) -> None:
         """Frees memory, then ends the threads. Idempotent."""
+        for companion in self.companions:
+            companion.close()
         self.manager.close()
         self.engine.close()
 
@@ -199,11 +210,12 @@ def _make_store(config: OffloadConfig, spec: ModelSpec, device: torch.device) ->
 
 def _make_manager(request: Request, plan: MemoryPlan, store: HostStore, engine: CpuExperts) -> OffloadManager:
     config, slots = request.config, list(plan.num_slots)
+    group_size = miss_expert_num(config, store.num_experts)
     tier: DeviceTier
     if request.device.type == "cuda":
-        tier = CudaTier(store, slots, engine, config.miss_expert_num, request.device)
+        tier = CudaTier(store, slots, engine, group_size, request.device)
     else:
-        tier = HostTier(store, slots, engine, config.miss_expert_num)
+        tier = HostTier(store, slots, engine, group_size)
     cache_topk = config.cache_topk or max(store.num_experts)
     return OffloadManager(store, tier, slots, request.policy, cache_topk, config.update_expert_num)
 

@@ -100,5 +100,6 @@ def by_weight(ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def count_pairs(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """int64 [experts]: how often each id in [0, experts) occurs."""
-    inside = ids[(ids >= 0) & (ids < num_experts)]
-    return np.bincount(inside, minlength=num_experts)
+    if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
+        ids = ids[(ids >= 0) & (ids < num_experts)]
+    return np.bincount(ids.reshape(-1), minlength=num_experts)

@@ -2,43 +2,40 @@
 
 Who orders what:
 
-- ``read_routing`` waits for this layer's ids, weights and hidden rows to reach page-locked memory. It is
-  the only wait of the host for the device in a layer. Everything enqueued earlier on the compute
-  stream has then ended, so staging memory of the layer before may be written again.
-- A miss buffer is written on the copy stream after ``computed`` (the last kernel that read it), and
-  read on the compute stream after ``landed`` (its last copy). Groups alternate between two buffers,
-  so with one group a layer, neighbouring layers use different ones and their copies and computes
-  overlap.
+- ``read_routing`` waits for this layer's ids and weights to reach page-locked memory, and ``run`` for its hidden
+  rows if the CPU needs them. Those are the only waits of the host for the device in a layer. Everything
+  enqueued earlier on the compute stream has then ended, so staging memory of the layer before may be
+  written again.
+- Miss buffers are ordered by ``MissBuffers``. Behind a layer's last group the copies of the next layer's
+  first groups are started, so that PCIe is busy until that layer's routing is known.
 - A slot is written on the write stream after ``step_end``, which is recorded behind all work of the
   steps that could read it. It enters the map only once ``landed_writes`` has seen its event.
 """
 
 import statistics
+import time
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from greenroom.experts.cache import SlotWrite
 from greenroom.experts.cpu import CpuExperts, Ticket
-from greenroom.experts.device_ffn import add_experts
-from greenroom.experts.dispatch import CostModel, Dispatch, mask_ids
+from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
+from greenroom.experts.dispatch import CostModel, Dispatch, LaneState, choose_ahead, lane_seconds, mask_ids
+from greenroom.experts.formats import ExpertViews
+from greenroom.experts.grouping import group_pairs
+from greenroom.experts.pace import Pace
 from greenroom.experts.probe import cpu_rates
+from greenroom.experts.residency import ABSENT
 from greenroom.experts.staging import Staging
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch, allocate_blocks
+from greenroom.experts.transfer import NUM_BUFFERS, Landing, MissBuffers
 
 _COPY_PROBES = 5
-
-
-@dataclass(frozen=True)
-class _MissBuffer:
-    """uint8 device memory for a group of experts, and the events that order access to it."""
-
-    memory: torch.Tensor
-    landed: torch.cuda.Event
-    computed: torch.cuda.Event
+_BLOCKED_S = 200e-6
+"""A wait that took longer than this really waited."""
 
 
 class CudaTier(DeviceTier):
@@ -56,19 +53,11 @@ class CudaTier(DeviceTier):
         self._store = store
         self._engine = engine
         self._slots = allocate_blocks(store.formats, num_slots, device)
-        largest = max(fmt.block_bytes for fmt in store.formats)
-        self._miss_expert_num = miss_expert_num
-        self._buffers = [
-            _MissBuffer(
-                torch.empty(miss_expert_num * largest, dtype=torch.uint8, device=device),
-                torch.cuda.Event(),
-                torch.cuda.Event(),
-            )
-            for _ in range(2)
-        ]
-        self._next_buffer = 0
+        self._copies = MissBuffers(store, miss_expert_num, device)
+        self._popularity = [np.zeros(count, dtype=np.int64) for count in store.num_experts]
+        self._cpu_pace, self._copy_pace = Pace(), Pace()
+        self._costs: CostModel | None = None
         self._staging = Staging()
-        self._copy_stream = torch.cuda.Stream(device)
         self._write_stream = torch.cuda.Stream(device)
         self._step_end = torch.cuda.Event()
         self._map_published = torch.cuda.Event()
@@ -79,11 +68,18 @@ class CudaTier(DeviceTier):
 
     @property
     def device_bytes(self) -> int:
-        return sum(memory.numel() for memory in (*self._slots, *(buffer.memory for buffer in self._buffers)))
+        return sum(memory.numel() for memory in self._slots) + self._copies.nbytes
+
+    @property
+    def slots(self) -> list[torch.Tensor]:
+        return self._slots
+
+    def device_map(self, slot_of: np.ndarray) -> torch.Tensor:
+        return self._map
 
     @property
     def group_size(self) -> int:
-        return self._miss_expert_num
+        return self._copies.group_size
 
     def measure_costs(self) -> CostModel:
         reading, computing = cpu_rates(self._engine, self._store)
@@ -91,15 +87,12 @@ class CudaTier(DeviceTier):
 
     def _copy_rate(self) -> float:
         """Bytes a second into a miss buffer; the median of a few groups."""
-        group = np.arange(min(self._miss_expert_num, self._store.num_experts[0]))
+        group = np.arange(min(self.group_size, self._store.num_experts[0]))
         rates = []
         for _ in range(_COPY_PROBES):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(self._copy_stream)
-            blocks = self._fill(self._buffers[0], 0, group)
-            end.record(self._copy_stream)
-            end.synchronize()
-            rates.append(blocks.numel() / (begin.elapsed_time(end) / 1e3))
+            self._copies.fill(0, group)
+            self._copies.stream.synchronize()
+            rates += self._copies.measured_rates()
         return statistics.median(rates)
 
     def begin_step(self, slot_of: np.ndarray) -> None:
@@ -112,18 +105,41 @@ class CudaTier(DeviceTier):
     def read_routing(self, batch: LayerBatch) -> HostRouting:
         return self._staging.fetch(batch)
 
+    def lanes(self, batch: LayerBatch, costs: CostModel) -> LaneState:
+        self._costs = costs
+        tokens = len(batch.hidden)
+        rates = self._copies.measured_rates()
+        if costs.copy_bytes_per_s <= 0:
+            return LaneState(cpu_pace=self._cpu_pace.ratio(tokens))
+        for rate in rates:
+            self._copy_pace.observe(tokens, 1 / costs.copy_bytes_per_s, 1 / rate)
+        pace = self._copy_pace.ratio(tokens)
+        return LaneState(
+            ahead=tuple(landing.experts for landing in self._copies.ahead(batch.layer)),
+            copy_busy_s=self._copies.busy_bytes() / costs.copy_bytes_per_s * pace,
+            cpu_result_s=batch.hidden.numel() * torch.float32.itemsize / costs.copy_bytes_per_s * pace,
+            copy_pace=pace,
+            cpu_pace=self._cpu_pace.ratio(tokens),
+        )
+
     def run(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch, slot_of: np.ndarray) -> torch.Tensor:
+        landings = deque(self._copies.take_ahead(batch.layer))
+        taken = {expert for landing in landings for expert in landing.experts.tolist()}
+        groups = deque(group for group in plan.streamed if int(group[0]) not in taken)
+        self._top_up(landings, groups, batch.layer)
+        started = time.perf_counter()
         ticket = self._submit_cpu(batch, ids, plan)
         try:
             out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
-            self._run_resident(out, batch, plan, slot_of)
-            self._run_streamed(out, batch, plan)
+            self._run_on_device(out, batch, plan, slot_of, landings, groups)
+            self._copy_ahead(batch.layer, plan)
         finally:
             # Also on an error: the job reads staging memory, which must not be reused under it.
             if ticket is not None:
-                ticket.wait()
+                self._wait(ticket, started, batch, plan)
         if ticket is not None:
-            out += self._staging.out.to(self.device, non_blocking=True)
+            # Read in place: a copy would queue behind all those of the copy stream.
+            out += self._staging.out_on_device
         return out
 
     def _submit_cpu(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch) -> Ticket | None:
@@ -131,6 +147,7 @@ class CudaTier(DeviceTier):
             return None
         chosen = torch.from_numpy(mask_ids(ids, plan.cpu, len(plan.counts)))
         staging = self._staging
+        staging.wait_for_hidden()
         return self._engine.submit(
             self._store.formats[batch.layer],
             self._store.addresses(batch.layer),
@@ -140,44 +157,70 @@ class CudaTier(DeviceTier):
             staging.out,
         )
 
-    def _run_resident(self, out: torch.Tensor, batch: LayerBatch, plan: Dispatch, slot_of: np.ndarray) -> None:
-        if len(plan.resident) == 0:
-            return
+    def _wait(self, ticket: Ticket, started: float, batch: LayerBatch, plan: Dispatch) -> None:
+        """Waits for the CPU's share and takes note of how long it took."""
+        before = time.perf_counter()
+        ticket.wait()
+        now = time.perf_counter()
+        if self._costs is not None:
+            _, cpu = lane_seconds(plan.counts[plan.cpu], self._costs, self._store.formats[batch.layer])
+            self._cpu_pace.observe(len(batch.hidden), float(cpu.sum()), now - started, now - before > _BLOCKED_S)
+
+    def _top_up(self, landings: deque[Landing], groups: deque[np.ndarray], layer: int) -> None:
+        """Starts copies as long as a buffer has none that is waited for."""
+        while groups and len(landings) < NUM_BUFFERS:
+            landings.append(self._copies.fill(layer, groups.popleft()))
+
+    def _run_on_device(
+        self,
+        out: torch.Tensor,
+        batch: LayerBatch,
+        plan: Dispatch,
+        slot_of: np.ndarray,
+        landings: deque[Landing],
+        groups: deque[np.ndarray],
+    ) -> None:
+        """Adds what resident and streamed experts contribute; starts the copies of ``groups`` on the way."""
         fmt, slots = self._store.formats[batch.layer], self._slots[batch.layer]
-        pairs_at = np.zeros(len(slots), dtype=np.int64)
-        pairs_at[slot_of[plan.resident]] = plan.counts[plan.resident]
-        position = self._map[batch.layer, : len(plan.counts)]
-        add_experts(out, batch.hidden, batch.ids, batch.weights, position, pairs_at, fmt.views(slots), fmt)
-
-    def _run_streamed(self, out: torch.Tensor, batch: LayerBatch, plan: Dispatch) -> None:
-        if not plan.streamed:
+        in_slots = np.full(len(slots), ABSENT)
+        in_slots[slot_of[plan.resident]] = plan.resident
+        arrays = [in_slots, *(landing.experts for landing in landings), *groups]
+        grouping = group_pairs(arrays, plan)
+        if grouping.num_pairs == 0:
             return
-        fmt, size = self._store.formats[batch.layer], self._miss_expert_num
-        places = np.full(len(plan.counts), -1, dtype=np.int32)
-        order = np.concatenate(plan.streamed)
-        places[order] = np.arange(len(order))
-        on_device = self._staging.upload_positions(places, self.device)
-        for number, group in enumerate(plan.streamed):
-            buffer = self._buffers[self._next_buffer]
-            self._next_buffer ^= 1
-            views = fmt.views(self._fill(buffer, batch.layer, group))
-            position = torch.where(on_device // size == number, on_device % size, -1)
-            compute = torch.cuda.current_stream(self.device)
-            compute.wait_event(buffer.landed)
-            pairs_at = plan.counts[group]
-            add_experts(out, batch.hidden, batch.ids, batch.weights, position, pairs_at, views, fmt)
-            buffer.computed.record(compute)
+        table = self._staging.upload(grouping.table, self.device)
+        place, ends = table[: len(plan.counts)], table[len(plan.counts) :]
+        pairs = sort_pairs(batch.ids, batch.weights, place)
+        grouped = can_group(fmt, self.device)
 
-    def _fill(self, buffer: _MissBuffer, layer: int, group: np.ndarray) -> torch.Tensor:
-        """Starts the copies of ``group``; uint8 [group, block_bytes], complete behind ``landed``."""
-        fmt, source = self._store.formats[layer], self._store.blocks(layer)
-        blocks = buffer.memory[: len(group) * fmt.block_bytes].view(len(group), fmt.block_bytes)
-        self._copy_stream.wait_event(buffer.computed)
-        with torch.cuda.stream(self._copy_stream):
-            for index, expert in enumerate(group):
-                blocks[index].copy_(source[int(expert)], non_blocking=True)
-            buffer.landed.record(self._copy_stream)
-        return blocks
+        def add(number: int, views: ExpertViews) -> None:
+            part = grouping.parts[number]
+            group_ends = ends[part.first_place : part.first_place + len(part.pairs_at)]
+            add_group(out, batch.hidden, pairs, part.first_pair, part.pairs_at, group_ends, views, fmt, grouped)
+
+        if len(plan.resident):
+            add(0, fmt.views(slots))
+        number = 0
+        while landings:
+            landing, number = landings.popleft(), number + 1
+            add(number, self._copies.read(landing))
+            self._copies.release(landing)
+            self._top_up(landings, groups, batch.layer)
+
+    def _copy_ahead(self, layer: int, plan: Dispatch) -> None:
+        """Starts copies for the next layer if it will need nearly all of its experts."""
+        self._popularity[layer] = plan.counts
+        following = layer + 1
+        if following == len(self._store) or not plan.streamed:
+            return
+        experts = choose_ahead(
+            plan.counts,
+            sum(len(group) for group in plan.streamed),
+            self._map_twin.numpy()[following, : self._store.num_experts[following]],
+            self._popularity[following],
+            self._copies.ahead_capacity,
+        )
+        self._copies.start_ahead(following, experts)
 
     def end_step(self) -> None:
         self._step_end.record(torch.cuda.current_stream(self.device))
@@ -203,5 +246,6 @@ class CudaTier(DeviceTier):
     def close(self) -> None:
         if self._slots:
             torch.cuda.synchronize(self.device)
-        self._slots, self._buffers = [], []
+        self._slots = []
+        self._copies.close()
         self._writes.clear()

@@ -1,6 +1,6 @@
 """The decision: where each expert of a layer runs in this step. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,37 @@ class CostModel:
         if self.copy_bytes_per_s <= 0 and (self.cpu_bytes_per_s <= 0 or self.cpu_flops_per_s <= 0):
             raise ValueError("at least one lane must be open")
 
+    def paced(self, copy: float, cpu: float) -> "CostModel":
+        """The same lanes if copies take ``copy`` and the CPU ``cpu`` times as long."""
+        return replace(
+            self,
+            copy_bytes_per_s=self.copy_bytes_per_s / copy,
+            cpu_bytes_per_s=self.cpu_bytes_per_s / cpu,
+            cpu_flops_per_s=self.cpu_flops_per_s / cpu,
+        )
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """How the two lanes stand when a layer is decided.
+
+    Attributes:
+        ahead: ids, in groups, whose copies were started before the layer's routing was known. What of them
+            has tokens is streamed in any case; the rest was copied in vain.
+        copy_busy_s: until the last of those copies ends.
+        cpu_result_s: to bring the CPU's sums to the device, once it has computed anything.
+        copy_pace, cpu_pace: how many times longer than by the cost model the lanes take.
+    """
+
+    ahead: tuple[np.ndarray, ...] = ()
+    copy_busy_s: float = 0.0
+    cpu_result_s: float = 0.0
+    copy_pace: float = 1.0
+    cpu_pace: float = 1.0
+
+
+IDLE = LaneState()
+
 
 @dataclass(frozen=True)
 class Dispatch:
@@ -34,7 +65,8 @@ class Dispatch:
     Attributes:
         counts: int64 [experts], (token, expert) pairs of each.
         resident: ids, ascending; run from their cache slots.
-        streamed: ids, most pairs first, in groups that fit a miss buffer; run on the device after a copy.
+        streamed: ids, in groups that fit a miss buffer; run on the device after a copy. First those copied
+            ahead, then the others, most pairs first.
         cpu: ids, ascending; run by the CPU engine.
     """
 
@@ -44,7 +76,14 @@ class Dispatch:
     cpu: np.ndarray
 
 
-def dispatch(counts: np.ndarray, slot_of: np.ndarray, costs: CostModel, fmt: ExpertFormat, group_size: int) -> Dispatch:
+def dispatch(
+    counts: np.ndarray,
+    slot_of: np.ndarray,
+    costs: CostModel,
+    fmt: ExpertFormat,
+    group_size: int,
+    lanes: LaneState = IDLE,
+) -> Dispatch:
     """Assigns every expert that has tokens to one lane.
 
     The absent experts with most pairs are streamed, as many as let the copies and the CPU finish
@@ -56,18 +95,22 @@ def dispatch(counts: np.ndarray, slot_of: np.ndarray, costs: CostModel, fmt: Exp
         costs: rates of the two lanes.
         fmt: shape of the layer's experts.
         group_size: experts that fit a miss buffer.
+        lanes: what is under way already.
     """
-    used = counts > 0
-    resident = np.flatnonzero(used & (slot_of != ABSENT))
-    absent = np.flatnonzero(used & (slot_of == ABSENT))
+    wanted = (counts > 0) & (slot_of == ABSENT)
+    resident = np.flatnonzero((counts > 0) & (slot_of != ABSENT))
+    ahead = [group[wanted[group]] for group in lanes.ahead]
+    for group in ahead:
+        wanted[group] = False
+    absent = np.flatnonzero(wanted)
     absent = absent[np.argsort(-counts[absent], kind="stable")]
-    num_streamed = choose_num_streamed(counts[absent], costs, fmt)
+    num_streamed = choose_num_streamed(counts[absent], costs, fmt, lanes)
     streamed = absent[:num_streamed]
-    groups = tuple(streamed[start : start + group_size] for start in range(0, num_streamed, group_size))
-    return Dispatch(counts, resident, groups, np.sort(absent[num_streamed:]))
+    groups = [streamed[start : start + group_size] for start in range(0, num_streamed, group_size)]
+    return Dispatch(counts, resident, tuple(g for g in (*ahead, *groups) if len(g)), np.sort(absent[num_streamed:]))
 
 
-def choose_num_streamed(pairs: np.ndarray, costs: CostModel, fmt: ExpertFormat) -> int:
+def choose_num_streamed(pairs: np.ndarray, costs: CostModel, fmt: ExpertFormat, lanes: LaneState = IDLE) -> int:
     """How many of the absent experts to stream, so that the slower of the two lanes ends soonest.
 
     Args:
@@ -76,13 +119,13 @@ def choose_num_streamed(pairs: np.ndarray, costs: CostModel, fmt: ExpertFormat) 
     Returns:
         A prefix length; the smallest of equally good ones.
     """
-    copy, cpu = _seconds(pairs, costs, fmt)
-    copy_ends = np.concatenate([[0.0], np.cumsum(copy)])
-    cpu_ends = np.concatenate([np.cumsum(cpu[::-1])[::-1], [0.0]])
+    copy, cpu = lane_seconds(pairs, costs.paced(lanes.copy_pace, lanes.cpu_pace), fmt)
+    copy_ends = lanes.copy_busy_s + np.concatenate([[0.0], np.cumsum(copy)])
+    cpu_ends = np.concatenate([lanes.cpu_result_s + np.cumsum(cpu[::-1])[::-1], [0.0]])
     return int(np.argmin(np.maximum(copy_ends, cpu_ends)))
 
 
-def _seconds(pairs: np.ndarray, costs: CostModel, fmt: ExpertFormat) -> tuple[np.ndarray, np.ndarray]:
+def lane_seconds(pairs: np.ndarray, costs: CostModel, fmt: ExpertFormat) -> tuple[np.ndarray, np.ndarray]:
     """Time of each expert on the copy lane and on the CPU lane; infinite on a closed one."""
     copy = np.full(len(pairs), np.inf)
     if costs.copy_bytes_per_s > 0:
@@ -98,5 +141,34 @@ def mask_ids(ids: np.ndarray, experts: np.ndarray, num_experts: int) -> np.ndarr
     """``ids`` with -1 wherever an id is not one of ``experts``. int32 of the same shape."""
     table = np.full(num_experts + 1, -1, dtype=np.int32)
     table[experts] = experts
-    inside = (ids >= 0) & (ids < num_experts)
-    return table[np.where(inside, ids, num_experts)]
+    if ids.size and (ids.min() < -1 or ids.max() >= num_experts):
+        ids = np.where((ids >= 0) & (ids < num_experts), ids, -1)
+    return table[ids]  # -1 is the last place of the table
+
+
+AHEAD_SHARE = 0.9
+"""Of a layer's experts, how many must have had tokens before the next layer's are copied unasked."""
+
+
+def choose_ahead(
+    counts: np.ndarray, num_streamed: int, slot_of: np.ndarray, popularity: np.ndarray, capacity: int
+) -> np.ndarray:
+    """Experts of the next layer to copy before its routing is known; none unless nearly all will be needed.
+
+    The batch is the same in the next layer, so as large a share of the experts will have tokens there.
+
+    Args:
+        counts: int [experts], pairs of this layer's experts.
+        num_streamed: experts that this layer streamed; the next one will not need more.
+        slot_of: int [experts], the next layer's map.
+        popularity: [experts], of the next layer's experts: higher ones are copied first, equals by id.
+        capacity: experts that may lie in miss buffers meanwhile.
+
+    Returns:
+        ids, at most ``capacity``.
+    """
+    if (counts > 0).mean() < AHEAD_SHARE:
+        return np.empty(0, dtype=np.int64)
+    absent = np.flatnonzero(slot_of == ABSENT)
+    absent = absent[np.argsort(-popularity[absent], kind="stable")]
+    return absent[: min(capacity, num_streamed)]

@@ -12,7 +12,8 @@ from greenroom.experts.store import HostStore
 _READS = 8
 _READ_EXPERTS = 8
 _COMPUTES = 3
-_COMPUTE_TOKENS = 256
+_COMPUTE_TOKENS = 128
+_COMPUTE_EXPERTS = 8
 
 
 def cpu_rates(engine: CpuExperts, store: HostStore) -> tuple[float, float]:
@@ -21,9 +22,11 @@ def cpu_rates(engine: CpuExperts, store: HostStore) -> tuple[float, float]:
     Experts of all layers take turns, so that the first figure is that of memory and not of a cache.
     """
     reading = [_seconds(engine, store, probe, 1, _READ_EXPERTS) for probe in range(_READS)]
-    computing = [_seconds(engine, store, probe, _COMPUTE_TOKENS, 1) for probe in range(_COMPUTES)]
+    computing = [_seconds(engine, store, probe, _COMPUTE_TOKENS, _COMPUTE_EXPERTS) for probe in range(_COMPUTES)]
     read = statistics.median(experts * store.formats[layer].block_bytes / s for s, layer, experts in reading)
-    flops = statistics.median(store.formats[layer].flops(_COMPUTE_TOKENS) / s for s, layer, _ in computing)
+    flops = statistics.median(
+        store.formats[layer].flops(_COMPUTE_TOKENS * experts) / s for s, layer, experts in computing
+    )
     return read, flops
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from greenroom.config import OffloadConfig
 from greenroom.errors import MemoryLimitError
 from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.transfer import NUM_BUFFERS
 
 RESERVED_SHARE = 0.15
 """Of the device's free memory, kept for KV cache and activations when no size is given."""
@@ -23,7 +24,7 @@ class MemoryPlan:
         num_slots: cache slots of each layer.
         host_bytes: the store, and on a machine without a GPU all other weights.
         cache_bytes: cache slots on the device.
-        buffer_bytes: the two miss buffers on the device.
+        buffer_bytes: the miss buffers on the device.
         other_bytes: weights that are not experts, on the device.
     """
 
@@ -58,7 +59,7 @@ def plan_memory(
     Raises:
         MemoryLimitError: it does not fit; says what is needed and what there is.
     """
-    buffer_bytes = 2 * config.miss_expert_num * max(fmt.block_bytes for fmt in formats)
+    buffer_bytes = NUM_BUFFERS * miss_expert_num(config, num_experts) * max(fmt.block_bytes for fmt in formats)
     wanted = _slots_wanted(config, formats, other_bytes, buffer_bytes, device_free)
     num_slots = tuple(min(wanted, count) for count in num_experts)
     cache_bytes = sum(n * fmt.block_bytes for n, fmt in zip(num_slots, formats, strict=True))
@@ -76,6 +77,15 @@ def plan_memory(
     return plan
 
 
+def miss_expert_num(config: OffloadConfig, num_experts: list[int]) -> int:
+    """Experts that each miss buffer holds.
+
+    Long enough for the work that reads one to be enqueued while the next is filled, and all of them
+    together less than half of a layer.
+    """
+    return config.miss_expert_num or max(1, min(16, max(num_experts) // 8))
+
+
 def _slots_wanted(
     config: OffloadConfig,
     formats: list[ExpertFormat],
@@ -91,7 +101,7 @@ def _slots_wanted(
         budget = config.vram_bytes - (0 if device_free is None else buffer_bytes)
         if budget < 0:
             raise MemoryLimitError(
-                f"vram of {config.vram_bytes / GIB:.2f} GiB does not hold the two miss buffers of "
+                f"vram of {config.vram_bytes / GIB:.2f} GiB does not hold the miss buffers of "
                 f"{buffer_bytes / GIB:.2f} GiB; give more, or a smaller miss_expert_num"
             )
         return budget // slot_bytes

@@ -6,18 +6,34 @@ import torch
 from greenroom.experts.tier import HostRouting, LayerBatch
 
 
+class _Mapped:
+    """What torch needs to see page-locked float32 memory as a tensor of the device."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": tuple(memory.shape),
+            "typestr": "<f4",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+
 class Staging:
     """Grows to the largest batch seen and is used again by every layer.
 
-    The device writes ids, weights and hidden, the host reads them after ``fetch``; the CPU engine
-    writes ``out``, the device reads it behind that. The next ``fetch`` waits for the device, and with
-    it for that read, so one set of buffers serves all layers.
+    The device writes ids, weights and hidden; the host reads the first two after ``fetch`` and hidden
+    after ``wait_for_hidden``. The CPU engine writes ``out``, the device reads it behind that. The next
+    ``fetch`` waits for the device, and with it for that read, so one set of buffers serves all layers.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
+        self._mapped_out: torch.Tensor | None = None
+        self._mapped_from: torch.Tensor | None = None
         self._tokens = 0
         self._fetched = torch.cuda.Event()
+        self._hidden_fetched = torch.cuda.Event()
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -34,22 +50,39 @@ class Staging:
         """float32 [T, H], for the CPU engine's result."""
         return self._buffers["out"][: self._tokens]
 
+    @property
+    def out_on_device(self) -> torch.Tensor:
+        """The same memory for kernels of the current device, which read it over PCIe."""
+        out = self._buffers["out"]
+        if self._mapped_out is None or self._mapped_from is not out:
+            self._mapped_out, self._mapped_from = torch.as_tensor(_Mapped(out), device="cuda"), out
+        return self._mapped_out[: self._tokens]
+
     def fetch(self, batch: LayerBatch) -> HostRouting:
-        """Copies the batch to the host and waits for it."""
+        """Copies the batch to the host and waits for the routing; ``hidden`` is under way behind it."""
         self._tokens = len(batch.hidden)
-        sources = {"ids": batch.ids, "weights": batch.weights, "hidden": batch.hidden}
-        for name, source in sources.items():
-            self._reserve(name, source.shape, source.dtype)[: self._tokens].copy_(source, non_blocking=True)
-        self._fetched.record(torch.cuda.current_stream(batch.hidden.device))
+        stream = torch.cuda.current_stream(batch.hidden.device)
+        self._download("ids", batch.ids)
+        self._download("weights", batch.weights)
+        self._fetched.record(stream)
+        self._download("hidden", batch.hidden)
+        self._hidden_fetched.record(stream)
         self._reserve("out", batch.hidden.shape, torch.float32)
         self._fetched.synchronize()
         return HostRouting(self._buffers["ids"][: self._tokens].numpy(), self.weights.numpy())
 
-    def upload_positions(self, positions: np.ndarray, device: torch.device) -> torch.Tensor:
-        """int32 [experts] on the device, copied without a wait. Once between two calls of ``fetch``."""
-        twin = self._reserve("positions", torch.Size(positions.shape), torch.int32)[: len(positions)]
-        twin.numpy()[:] = positions
+    def wait_for_hidden(self) -> None:
+        """``hidden`` is complete behind this."""
+        self._hidden_fetched.synchronize()
+
+    def upload(self, table: np.ndarray, device: torch.device) -> torch.Tensor:
+        """int32 [n] on the device, copied without a wait. Once between two calls of ``fetch``."""
+        twin = self._reserve("table", torch.Size(table.shape), torch.int32)[: len(table)]
+        twin.numpy()[:] = table
         return twin.to(device, non_blocking=True)
+
+    def _download(self, name: str, source: torch.Tensor) -> None:
+        self._reserve(name, source.shape, source.dtype)[: self._tokens].copy_(source, non_blocking=True)
 
     def _reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of at least ``shape[0]`` rows."""

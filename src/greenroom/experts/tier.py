@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from greenroom.experts.cache import SlotWrite
-from greenroom.experts.dispatch import CostModel, Dispatch
+from greenroom.experts.dispatch import IDLE, CostModel, Dispatch, LaneState
 from greenroom.experts.formats import ExpertFormat
 
 
@@ -40,8 +40,8 @@ class HostRouting:
 class DeviceTier(ABC):
     """Owns cache slots, miss buffers and whatever orders access to them.
 
-    A step calls, in this order: ``landed_writes``, ``begin_step``, then per layer ``read_routing`` and
-    ``run``, then ``end_step`` and any number of ``start_write``.
+    A step calls, in this order: ``landed_writes``, ``begin_step``, then per layer ``read_routing``,
+    ``lanes`` and ``run``, then ``end_step`` and any number of ``start_write``.
     """
 
     device: torch.device
@@ -60,6 +60,15 @@ class DeviceTier(ABC):
     def measure_costs(self) -> CostModel:
         """Rates of the two lanes that an absent expert can take, measured here and now. Before any step."""
 
+    @property
+    @abstractmethod
+    def slots(self) -> list[torch.Tensor]:
+        """uint8 [slots, block_bytes] of each layer, on the device."""
+
+    def device_map(self, slot_of: np.ndarray) -> torch.Tensor:
+        """int32 [layers, experts] on the device, as ``begin_step`` last published it. Here: where the host keeps it."""
+        return torch.from_numpy(slot_of)
+
     @abstractmethod
     def begin_step(self, slot_of: np.ndarray) -> None:
         """Makes ``slot_of`` (int32 [layers, experts]) the map of the coming step."""
@@ -67,6 +76,10 @@ class DeviceTier(ABC):
     @abstractmethod
     def read_routing(self, batch: LayerBatch) -> HostRouting:
         """The one read of the device in a layer. Valid until the next call."""
+
+    def lanes(self, batch: LayerBatch, costs: CostModel) -> LaneState:
+        """What ``dispatch`` has to know of work under way. ``costs`` are those that it will decide by."""
+        return IDLE
 
     @abstractmethod
     def run(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch, slot_of: np.ndarray) -> torch.Tensor:
