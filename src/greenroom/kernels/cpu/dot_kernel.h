@@ -95,8 +95,11 @@ inline void dot_block(const W *w, int64_t pitch, const X *const *x, int32_t k, f
     const int32_t count = k - p < M::step ? k - p : M::step;
     for (int n = 0; n < N; ++n) {
       const typename M::Reg xv = M::load_part(x[n] + p, count);
-      for (int r = 0; r < R; ++r)
-        acc[r][n][0] = M::multiply_add(acc[r][n][0], M::load_part(w + r * pitch + p, count), xv);
+      for (int r = 0; r < R; ++r) {
+        const W *address = w + r * pitch + p;
+        if (stream && n == 0) prefetch_ahead(reinterpret_cast<const uint8_t *>(address), *stream);
+        acc[r][n][0] = M::multiply_add(acc[r][n][0], M::load_part(address, count), xv);
+      }
     }
   }
   for (int r = 0; r < R; ++r)
