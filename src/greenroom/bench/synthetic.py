@@ -62,7 +62,8 @@ def override_routing(model: PreTrainedModel, name: str) -> None:
 
     Args:
         name: "own" keeps the model's; "uniform" draws distinct experts afresh for every token and layer;
-            otherwise a .npy file of int [steps, layers, K], replayed from its beginning.
+            otherwise a .npy file of int [steps, layers, K], replayed from its beginning. With fewer choices
+            a token than the model makes, only so many experts run.
 
     Raises:
         ConfigError: a trace that cannot be read or does not fit the model.
@@ -78,7 +79,8 @@ def override_routing(model: PreTrainedModel, name: str) -> None:
 
 def _overridden(forward: Callable[..., torch.Tensor], router: Router, layer: int) -> Callable[..., torch.Tensor]:
     def with_routing(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return forward(hidden, router(ids, layer), weights)
+        chosen = router(ids, layer)
+        return forward(hidden, chosen, weights[:, : chosen.shape[1]])
 
     return with_routing
 
@@ -121,7 +123,7 @@ class _Replay:
     def __call__(self, ids: torch.Tensor, layer: int) -> torch.Tensor:
         if self._table.device != ids.device:
             self._table, self._next = self._table.to(ids.device), self._next.to(ids.device)
-        if self._table.shape[2] != ids.shape[1]:
+        if self._table.shape[2] > ids.shape[1]:
             self._table = self._table[..., : ids.shape[1]].contiguous()
         if layer == 0:
             self._rows = (self._next + torch.arange(len(ids), device=ids.device)) % self._table.shape[1]
