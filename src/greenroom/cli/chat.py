@@ -27,6 +27,7 @@ def chat(
     device: options.Device = OffloadConfig.device,
     isa: options.Isa = OffloadConfig.isa,
     no_pin_memory: options.NoPinMemory = False,
+    no_graph: options.NoGraph = False,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
@@ -75,6 +76,7 @@ def chat(
                     top_p=top_p,
                     seed=seed,
                     on_text=output.stream_text,
+                    graph=not no_graph,
                 )
             except GreenroomError as error:
                 if not interactive:

@@ -23,6 +23,7 @@ def generate(
     device: options.Device = OffloadConfig.device,
     isa: options.Isa = OffloadConfig.isa,
     no_pin_memory: options.NoPinMemory = False,
+    no_graph: options.NoGraph = False,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
@@ -56,6 +57,7 @@ def generate(
             top_p=top_p,
             seed=seed,
             on_text=None if as_json else output.stream_text,
+            graph=not no_graph,
         )
         stats = greenroom.stats(loaded)
     if as_json:

@@ -30,6 +30,7 @@ Profile = Annotated[str | None, typer.Option("--profile", metavar="FILE", help="
 Device = Annotated[str, typer.Option("--device", metavar="D", help="auto, cpu, cuda or cuda:N.")]
 Isa = Annotated[str, typer.Option("--isa", metavar="I", help="Instruction set of the CPU engine; auto takes the best.")]
 NoPinMemory = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock host memory.")]
+NoGraph = Annotated[bool, typer.Option("--no-graph", help="Decode layer by layer, without CUDA graphs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token.")]

@@ -48,7 +48,7 @@ def print_summary(result: "Generation", stats: "OffloadStats") -> None:
     table.add_column()
     table.add_row("load", f"{stats.load_seconds:.2f} s, {_size(stats.host_bytes)} of experts in host memory")
     table.add_row("prefill", f"{result.prompt_tokens} tokens, {_rate(result.prefill_tok_s)}")
-    table.add_row("decode", f"{len(result.token_ids)} tokens, {_rate(result.decode_tok_s)}")
+    table.add_row("decode", f"{len(result.token_ids)} tokens, {_rate(result.decode_tok_s)}, {result.decode}")
     table.add_row(
         "experts",
         f"{total.hits:,} hits{f' ({total.hits / used:.0%})' if used else ''}, {total.misses:,} misses, "

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from greenroom.engine.decode_loop import DecodeLoop, can_run_graph
 from greenroom.errors import ConfigError
 
 OnText = Callable[[str], None]
@@ -25,18 +26,26 @@ class Generation:
         token_ids: the generated tokens, with the end token if the model ended.
         prompt_tokens: tokens of the prompt.
         prefill_seconds: from the call until the first token.
-        decode_seconds: from the first token until the last.
+        prepare_seconds: between the first token and the second, to make the decode graph. 0 if there is none, or
+            if one that an earlier call made could be used again.
+        decode_seconds: from the first token until the last, without ``prepare_seconds``.
         prefill_tok_s: prompt tokens a second until the first token.
         decode_tok_s: tokens a second after the first one. None when there is only one.
+        decode: "graph" if the tokens after the first came from CUDA graphs, each a step of all layers; "eager" if the
+            host decided layer by layer.
+        eager_because: why it was eager, None for "graph".
     """
 
     text: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
     prefill_seconds: float
+    prepare_seconds: float
     decode_seconds: float
     prefill_tok_s: float | None
     decode_tok_s: float | None
+    decode: str
+    eager_because: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -71,8 +80,11 @@ def generate(
     top_p: float = 1.0,
     seed: int | None = None,
     on_text: OnText | None = None,
+    graph: bool = True,
 ) -> Generation:
     """Continues ``prompt`` by up to ``max_tokens`` tokens, through the model's own ``generate``.
+
+    On a GPU, each token after the first is one CUDA graph, where the model allows it.
 
     Args:
         prompt: text, or token ids that are passed on as they are.
@@ -80,6 +92,7 @@ def generate(
         seed: of the sampler. torch's own generators are left as they were when it is given.
         on_text: called with each piece of text as soon as its last character is certain. The pieces
             add up to the result's text.
+        graph: False decodes layer by layer in any case.
 
     Raises:
         ConfigError: an empty prompt, one that does not fit the model, or a number outside its range.
@@ -90,30 +103,42 @@ def generate(
     input_ids = torch.tensor([ids], dtype=torch.long, device=model.device)
     config = _generation_config(model, tokenizer, max_tokens, temperature, top_p)
     recorder = _Recorder(tokenizer, on_text)
-    with torch.inference_mode(), _seeded(seed, model.device):
+    eager_because = _why_eager(model, max_tokens, graph)
+    loop = DecodeLoop.of(model) if eager_because is None else None
+    run = model.generate if loop is None else loop.generate
+    # Not inference_mode: buffers that grow meanwhile are written outside of it as well.
+    with torch.no_grad(), _seeded(seed, model.device):
         start = time.perf_counter()
-        model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            generation_config=config,
-            streamer=recorder,
-        )
+        run(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config, streamer=recorder)
+    prepare_seconds = 0.0 if loop is None else loop.prepare_seconds
     prefill_seconds = recorder.first - start
-    decode_seconds = recorder.last - recorder.first
+    decode_seconds = recorder.last - recorder.first - prepare_seconds
     return Generation(
         text=recorder.text,
         token_ids=tuple(recorder.token_ids),
         prompt_tokens=len(ids),
         prefill_seconds=prefill_seconds,
+        prepare_seconds=prepare_seconds,
         decode_seconds=decode_seconds,
         prefill_tok_s=_rate(len(ids), prefill_seconds),
         decode_tok_s=_rate(len(recorder.token_ids) - 1, decode_seconds),
+        decode="eager" if loop is None else "graph",
+        eager_because=eager_because,
     )
 
 
 def context_length(model: PreTrainedModel) -> int | None:
     """Tokens that the model's context holds, or None if its configuration does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _why_eager(model: PreTrainedModel, max_tokens: int, graph: bool) -> str | None:
+    """None if decode goes through graphs."""
+    if not graph:
+        return "it was asked for"
+    if max_tokens == 1:
+        return "one token needs no decode step"
+    return can_run_graph(model)
 
 
 def _check_fit(model: PreTrainedModel, ids: Sequence[int], max_tokens: int) -> None:

@@ -7,10 +7,9 @@ import time
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from greenroom.engine.attach import RoutedExperts
-from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.cache_argument import cache_argument, why_no_plain_cache
 from greenroom.engine.fusion import use_decode_attention
 from greenroom.engine.offload import offload_of
 from greenroom.errors import ConfigError, EngineError
@@ -27,7 +26,11 @@ _WARM_UP_STEPS = 2
 class StepRunner:
     """Prefill and decode of ``rows`` sequences of equal length, in a KV cache of fixed size.
 
-    One thread at a time. The model must not be closed before the runner.
+    One thread at a time. The model must not be closed before the runner, and its forward may be called between steps.
+
+    Attributes:
+        rows: sequences.
+        max_length: tokens of the KV cache, prompt included.
     """
 
     def __init__(
@@ -39,19 +42,21 @@ class StepRunner:
             rows: sequences, at most the largest bucket.
             max_length: tokens of the KV cache, prompt included.
             graph: capture steps, on a GPU.
-            watchdog_s: seconds after which a step that has not ended is given up.
+            watchdog_s: seconds after which a step that has not ended (on a CPU device: a layer) is given up.
 
         Raises:
-            ConfigError: too many rows.
+            ConfigError: too many rows, or the model's cache is no plain K/V cache.
         """
         if not 1 <= rows <= BUCKETS[-1]:
             raise ConfigError(f"a decode batch has 1 to {BUCKETS[-1]} sequences, not {rows}")
+        if (problem := why_no_plain_cache(model)) is not None:
+            raise ConfigError(problem)
+        self.rows = rows
+        self.max_length = max_length
         self._model = model
         self._offload = offload_of(model)
         self._device = self._offload.device
-        self._rows = rows
         self._bucket = next(size for size in BUCKETS if size >= rows)
-        self._max_length = max_length
         self._watchdog_s = watchdog_s
         self._cache_name = cache_argument(model)
         use_decode_attention(model)
@@ -59,46 +64,81 @@ class StepRunner:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps: DecodeSteps | None = None
         self._mailboxes: Mailboxes | None = None
-        self._length = 0
-        self._cache = StaticCache(config=model.config, max_cache_len=max_length)
+        self._unusable: str | None = None
+        self._length: int | None = None  # tokens in the KV cache; None while there is nothing to continue
+        self._cache: StaticCache | None = StaticCache(config=model.config, max_cache_len=max_length)
         self._ids = torch.zeros(self._bucket, 1, dtype=torch.long, device=self._device)
         self._positions = torch.zeros(self._bucket, 1, dtype=torch.long, device=self._device)
         self._logits: torch.Tensor | None = None
 
     @property
+    def usable(self) -> bool:
+        """Whether ``prefill`` may be called: neither closed nor given up."""
+        return self._unusable is None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether ``prepare`` has been done."""
+        return self._steps is not None
+
+    @property
     def steps(self) -> DecodeSteps:
-        """The experts' side of the steps; there after ``prefill``."""
-        assert self._steps is not None
+        """The experts' side of the steps; there once the runner is prepared."""
+        if self._steps is None:
+            raise EngineError(self._unusable or "the runner has not been prepared; call prefill first")
         return self._steps
 
     @torch.no_grad()
-    def prefill(self, prompts: torch.Tensor) -> torch.Tensor:
+    def prefill(self, prompts: torch.Tensor, *, prepare: bool = True) -> torch.Tensor:
         """Starts all sequences anew.
 
         Args:
             prompts: int64 [rows, T] on the device.
+            prepare: also calls ``prepare``; otherwise the first step does.
 
         Returns:
             [rows, vocabulary]: logits of the last position. The likeliest tokens are the next step's input,
             unless that gives others.
 
         Raises:
-            ConfigError: the prompts do not fit, or the model's cache is no plain K/V cache.
+            ConfigError: the prompts do not fit.
+            EngineError: the runner was closed or given up.
         """
+        self._check_usable()
         rows, length = prompts.shape
-        if rows != self._rows or length >= self._max_length:
+        if rows != self.rows or not 1 <= length < self.max_length:
             raise ConfigError(
-                f"the runner takes [{self._rows}, < {self._max_length}] prompt tokens, not {[*prompts.shape]}"
+                f"the runner takes [{self.rows}, < {self.max_length}] prompt tokens, not {[*prompts.shape]}"
             )
+        self.flush()
+        self._length = None
         cache = DynamicCache(config=self._model.config)
         logits = self._model(input_ids=prompts, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits[
             :, -1
         ]
         self._take_over(cache, length)
         self._ids[:rows] = logits.argmax(-1, keepdim=True)
-        if self._steps is None:
-            self._prepare()
+        if prepare:
+            self.prepare()
         return logits
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Makes ready for steps, once: builds the experts' path and, on a GPU, compiles kernels and captures a step.
+
+        Raises:
+            EngineError: nothing has been prefilled, or the runner was closed or given up.
+        """
+        self._check_usable()
+        if self.prepared:
+            return
+        self._check_can_step()
+        try:
+            self._prepare()
+        except BaseException as error:
+            self.close()
+            self._unusable = f"the runner could not be prepared: {error}"
+            raise
 
     @torch.no_grad()
     def step(self, ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,59 +152,84 @@ class StepRunner:
 
         Raises:
             ConfigError: the KV cache is full.
-            EngineError: the CPU engine failed, or the step did not end in time; the runner is of no more use.
+            EngineError: nothing has been prefilled, or the runner was closed or given up. Or the CPU engine failed
+                in this step: the sequences are lost, and ``prefill`` starts others. Or the step did not end in
+                time: the runner is of no more use and should be closed. Both name layer and step.
         """
-        if self._length >= self._max_length:
-            raise ConfigError(f"the KV cache of {self._max_length} tokens is full")
+        if self._check_can_step() >= self.max_length:
+            raise ConfigError(f"the KV cache of {self.max_length} tokens is full")
+        self.prepare()
         if ids is not None:
-            self._ids[: self._rows] = ids
+            self._ids[: self.rows] = ids
         self._run_step()
         assert self._logits is not None
-        return self._logits[: self._rows]
+        return self._logits[: self.rows]
+
+    def flush(self) -> None:
+        """Counts the last step, which is otherwise done while the next one runs."""
+        if self._steps is not None and self.usable:
+            self._steps.flush()
 
     def close(self) -> None:
-        """Frees the graph and its memory. Idempotent."""
+        """Frees the graph, the KV cache and the mailboxes. Idempotent."""
+        if self._unusable is None:
+            self._unusable = "the runner is closed"
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._graph = None
+        self._graph = self._logits = self._cache = self._length = None
         if self._mailboxes is not None:
             self._mailboxes.close()
         self._steps = self._mailboxes = None
 
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise EngineError(self._unusable)
+
+    def _check_can_step(self) -> int:
+        """Tokens in the KV cache."""
+        self._check_usable()
+        if self._length is None:
+            raise EngineError("the runner has no sequences to continue; call prefill first")
+        return self._length
+
+    def _static(self) -> StaticCache:
+        assert self._cache is not None
+        return self._cache
+
     def _take_over(self, cache: DynamicCache, length: int) -> None:
         """Copies the prompt's keys and values into the fixed cache."""
-        for dynamic, static in zip(cache.layers, self._cache.layers, strict=True):
-            if type(dynamic) is not DynamicLayer or type(static) is not StaticLayer:
-                raise ConfigError(f"decode graphs need a plain K/V cache, and this model has {type(static).__name__}")
+        for dynamic, static in zip(cache.layers, self._static().layers, strict=True):
             if not static.is_initialized:
                 rows = [tensor[:1].expand(self._bucket, -1, -1, -1) for tensor in (dynamic.keys, dynamic.values)]
                 static.lazy_initialization(*rows)
-            static.keys[: self._rows, :, :length] = dynamic.keys
-            static.values[: self._rows, :, :length] = dynamic.values
+            static.keys[: self.rows, :, :length] = dynamic.keys
+            static.values[: self.rows, :, :length] = dynamic.values
         self._set_length(length)
 
     def _set_length(self, length: int) -> None:
         self._length = length
         self._positions.fill_(length)
-        for layer in self._cache.layers:
+        for layer in self._static().layers:
             layer.cumulative_length.fill_(length)
 
     def _prepare(self) -> None:
         """Builds the experts' path, compiles its kernels by running them, then captures a step."""
-        manager, experts = self._offload.manager, self._first_experts()
+        manager, experts, length = self._offload.manager, self._first_experts(), self._check_can_step()
         assert experts.top_k is not None
         pin = self._device.type == "cuda"
         self._mailboxes = Mailboxes(self._offload.engine, manager.store, self._bucket, experts.top_k, pin)
         slot_of = manager.tier.device_map(manager.cache.slot_of)
         path = DecodePath(manager.store, manager.tier.slots, slot_of, self._mailboxes, self._bucket, experts.top_k)
+        path.wait_limit_s = self._watchdog_s
         self._steps = DecodeSteps(manager, path, self._mailboxes)
-        length, ids = self._length, self._ids.clone()
-        for _ in range(_WARM_UP_STEPS if self._use_graph else 0):
+        if not self._use_graph:
+            return
+        ids = self._ids.clone()
+        for _ in range(_WARM_UP_STEPS):
             self._run_step(learn=False)
             self._set_length(length)
-        if self._use_graph:
-            self._graph = self._capture()
-            self._set_length(length)
+        self._graph = self._capture()
+        self._set_length(length)
         self._ids.copy_(ids)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
@@ -174,8 +239,9 @@ class StepRunner:
         return graph
 
     def _run_step(self, learn: bool = True) -> None:
-        steps = self.steps
-        steps.begin(self._rows)
+        steps, length = self.steps, self._check_can_step()
+        steps.begin(self.rows)
+        self._length = None  # until it has gone well
         try:
             if self._graph is not None:
                 self._graph.replay()
@@ -184,12 +250,15 @@ class StepRunner:
             steps.enqueued()
             self._wait()
         except BaseException as error:
+            self._unusable = f"the runner was given up: {error!r}"
             where = steps.abandon()
             if isinstance(error, TimeoutError):
-                raise EngineError(f"{where} within {self._watchdog_s:g} s") from error
+                late = f"{where} within {self._watchdog_s:g} s"
+                self._unusable = f"the runner was given up: {late}"
+                raise EngineError(late) from error
             raise
         steps.finish(learn)
-        self._length += 1
+        self._length = length + 1
 
     def _forward(self) -> None:
         """One step on the device, from ``_ids`` and ``_positions`` to ``_logits`` and the next ``_ids``."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import LayerRecord, OffloadManager
@@ -99,23 +100,27 @@ class DecodeSteps:
             learn: False for warm-up passes: nothing is counted.
 
         Raises:
-            EngineError: the CPU engine failed in one of its layers.
+            EngineError: the CPU engine failed in one of its layers; the sentence names step and layer.
         """
-        self._number += 1
+        number, self._number = self._number, self._number + 1
         try:
             self._mailboxes.disarm()
-            self._mailboxes.raise_failure()
+            try:
+                self._mailboxes.raise_failure()
+            except EngineError as error:
+                raise EngineError(f"decode step {number}, {error}") from error
             if learn:
                 self._keep()
         finally:
             self._manager.leave_step()
 
     def abandon(self) -> str:
-        """Gives a step up that does not end: answers every wait, and says where it stood."""
+        """Gives up a step that failed or does not end: answers every wait, and says where it stood. The last step."""
         layer = self._mailboxes.pending()
         self._mailboxes.disarm()
         self._mailboxes.release()
-        self._manager.leave_step()
+        # Also marks the end of what was enqueued so far: it still reads slots.
+        self._manager.abandon_step()
         where = "no layer has a request open" if layer is None else f"layer {layer} has not been answered"
         return f"decode step {self._number}: {where}"
 
