@@ -12,7 +12,10 @@ namespace {
 constexpr int64_t kSliceActBytes = int64_t{128} << 20;
 constexpr int64_t kSliceTokens = 4096;
 // Units shrink as the work runs out: long runs of memory first, and threads that end together.
-constexpr int64_t kUpShare = 4;  // an up unit is what is left / (4 * threads); a down unit, what is left / threads
+constexpr int64_t kUpShare = 4;  // an up unit is what is left / (4 * threads)
+// The same for down units. A unit of a whole share lets the slowest thread end the phase alone, so it is half a share
+// where units may be narrow.
+constexpr int64_t kDownShare = 2, kWideDownShare = 1;
 // A down unit sums in scratch, tokens close together, and copies to the output at the end: in the output itself the
 // tokens lie a power of two apart as a rule, and would push each other out of the cache.
 constexpr int64_t kSumBytes = int64_t{5} << 19;
@@ -146,10 +149,11 @@ void Plan::divide(uint32_t threads) {
   const int64_t tokens_an_expert = groups_.empty() ? 0 : static_cast<int64_t>(pairs_.size() / groups_.size());
   const int64_t two_a_thread = round_up(std::max<int64_t>(format_.hidden / (2 * threads), 1), step);
   const int64_t least = std::min(round_up(std::max<int64_t>(tokens_an_expert / 2, 1), step), two_a_thread);
+  const int64_t shares = (least == step ? kDownShare : kWideDownShare) * threads;
   const int64_t most = std::clamp<int64_t>(kSumBytes / 4 / tokens_ / step * step, step, kMaxDownRows);
   for (int64_t row = 0; row < format_.hidden;) {
     left = format_.hidden - row;
-    const int64_t rows = std::min({unit_rows(left, threads, least), most, left});
+    const int64_t rows = std::min({unit_rows(left, shares, least), most, left});
     down_rows_ = std::max(down_rows_, static_cast<int32_t>(rows));
     down_units_.push_back(DownUnit{static_cast<int32_t>(row), static_cast<int32_t>(row + rows)});
     row += rows;
