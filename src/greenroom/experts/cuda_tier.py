@@ -126,10 +126,13 @@ class CudaTier(DeviceTier):
         landings = deque(self._copies.take_ahead(batch.layer))
         taken = {expert for landing in landings for expert in landing.experts.tolist()}
         groups = deque(group for group in plan.streamed if int(group[0]) not in taken)
-        self._top_up(landings, groups, batch.layer)
+        if not landings:
+            self._top_up(landings, groups, batch.layer)
+        # With copies made ahead PCIe is busy for a while, and the CPU comes first.
         started = time.perf_counter()
         ticket = self._submit_cpu(batch, ids, plan)
         try:
+            self._top_up(landings, groups, batch.layer)
             out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
             self._run_on_device(out, batch, plan, slot_of, landings, groups)
             self._copy_ahead(batch.layer, plan)
