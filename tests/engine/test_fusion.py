@@ -9,8 +9,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 pytest.importorskip("triton")
 
-from greenroom.engine.fusion import attention_forward, fuse_norms
+from greenroom.engine.fusion import ATTENTION, attention_forward, fuse_norms, use_decode_attention
 from greenroom.kernels.gpu.decode_attention import decode_attention
+from tests.reference.families import FAMILIES, make_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -71,3 +72,23 @@ def test_the_attention_function_equals_sdpa(tokens, masked):
     result, _ = attention_forward(Attention(), query, key, value, mask, scaling=0.2)
     expected, _ = sdpa_attention_forward(Attention(), query, key, value, mask, scaling=0.2)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_fused_model_generates_what_the_stock_model_does(family):
+    stock, fused = (make_model(family).to(DEVICE) for _ in range(2))
+    used_sdpa = stock.config._attn_implementation == "sdpa"
+    fuse_norms(fused)
+    assert use_decode_attention(fused) == used_sdpa
+    assert use_decode_attention(fused) == used_sdpa, "asking twice changes nothing"
+    assert (fused.config._attn_implementation == ATTENTION) == used_sdpa
+    ids = torch.randint(3, 100, (2, 9), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = stock.generate(ids, attention_mask=mask, **options)
+    result = fused.generate(ids, attention_mask=mask, **options)
+    assert result.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip(result.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)

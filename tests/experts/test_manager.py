@@ -100,6 +100,24 @@ def test_prefill_does_not_wipe_out_the_decode_set():
     assert len(driver.tier.flying) == 0, "one prefill beat experts that ten steps of decode had used"
 
 
+def test_copies_under_way_hold_back_new_ones(monkeypatch):
+    monkeypatch.setattr("greenroom.experts.manager._WRITE_BYTES", 3 * FMT.block_bytes)
+    driver = Driver(8, 6, layers=2, cache_topk=8)
+    manager, tier = driver.manager, driver.tier
+    for _ in range(3):
+        with manager.step():
+            for layer in range(2):
+                driver._run_layer(layer, [[0, 1, 2, 3]])
+        manager.check_invariants()
+        assert len(tier.flying) == 3, "no more start until some have landed"
+    tier.finish(2)
+    with manager.step():
+        for layer in range(2):
+            driver._run_layer(layer, [[0, 1, 2, 3]])
+    assert len(tier.flying) == 3
+    assert manager.counters.total().admissions == 5
+
+
 def test_sentinels_of_other_ranks_are_skipped():
     driver = Driver(6, 2)
     with driver.manager.step():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from greenroom.experts.dispatch import CostModel, LaneState, choose_ahead, choose_num_streamed, dispatch, mask_ids
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
-from greenroom.experts.residency import ABSENT, choose_swaps
+from greenroom.experts.residency import ABSENT, Swap, choose_swaps, most_wanted
 
 FMT = ExpertFormat(64, 32, torch.bfloat16, Activation(ActivationKind.SILU))
 
@@ -28,6 +28,24 @@ def layer_state(draw):
     needed = np.array(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
     candidates = needed & np.array(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
     return scores, slot_of, free, needed, candidates, draw(st.integers(0, 4)), draw(st.sampled_from([1.0, 2.0]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 9)), max_size=8), st.integers(-2, 9))
+def test_the_most_wanted_swaps_gain_most(entries, room):
+    swaps = [(layer, Swap(n, n, ABSENT if fills else 1, float(gain))) for n, (layer, fills, gain) in enumerate(entries)]
+    chosen = most_wanted(swaps, room)
+    left = [swap for swap in swaps if swap not in chosen]
+    assert len(chosen) == min(max(room, 0), len(swaps))
+    for _, taken in chosen:
+        for _, other in left:
+            assert (taken.victim == ABSENT, taken.gain) >= (other.victim == ABSENT, other.gain)
+
+
+@given(layer_state())
+def test_a_swap_says_what_it_gains(state):
+    scores, slot_of, free, needed, candidates, limit, margin = state
+    for swap in choose_swaps(scores, slot_of, free, needed, candidates, limit, margin):
+        assert swap.gain == scores[swap.expert] - (0 if swap.victim == ABSENT else scores[swap.victim])
 
 
 @given(layer_state())

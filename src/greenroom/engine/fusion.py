@@ -5,9 +5,11 @@ KV cache of fixed size reads keys and values once for all query heads that share
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -34,7 +36,9 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def use_decode_attention(model: PreTrainedModel) -> bool:
-    """Lets ``model`` attend through ``attention_forward``, if it uses sdpa now; returns whether it did."""
+    """Lets ``model`` attend through ``attention_forward``, if it used sdpa; returns whether it does now."""
+    if model.config._attn_implementation == ATTENTION:
+        return True
     if model.config._attn_implementation != "sdpa":
         return False
     AttentionInterface.register(ATTENTION, attention_forward)
@@ -64,13 +68,21 @@ def attention_forward(
     """
     special = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     if special or not _is_decode(query, key, value, attention_mask):
-        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        with _without_cudnn() if query.shape[2] == 1 else nullcontext():
+            result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
         return result
     assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return decode_attention(query, key, value, attention_mask, scale), None
+
+
+def _without_cudnn() -> AbstractContextManager[None]:
+    """cuDNN plans anew for every length of a cache that grows, which takes it longer than a decode step may."""
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    context: AbstractContextManager[None] = sdpa_kernel(others)
+    return context
 
 
 def _is_decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:

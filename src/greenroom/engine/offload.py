@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from greenroom import hardware
 from greenroom.config import OffloadConfig
 from greenroom.engine.attach import attach_manager, detach
+from greenroom.engine.cache_argument import why_no_plain_cache
 from greenroom.engine.spec import ModelSpec
 from greenroom.errors import ConfigError
 from greenroom.experts.counters import OffloadStats
@@ -143,9 +144,13 @@ def offload_experts(
     attach_manager(model, spec.layers, manager)
     model.eval()
     if device.type == "cuda":
-        from greenroom.engine.fusion import fuse_norms  # needs triton, which GPU builds of torch bring
+        # Needs triton, which GPU builds of torch bring.
+        from greenroom.engine.fusion import fuse_norms, use_decode_attention
 
         fuse_norms(model)
+        # Models with other caches ask for sdpa by its name in places.
+        if why_no_plain_cache(model) is None:
+            use_decode_attention(model)
     offload = Offload(spec, config, plan, engine, manager, device, time.perf_counter() - started)
     setattr(model, _ATTRIBUTE, offload)
     _compare_with_plan(offload)

@@ -29,7 +29,6 @@ from greenroom.kernels.gpu.fetch import fetch_kernel
 from greenroom.kernels.gpu.stream_wait import CPU_LIMIT_S, wait_until_one
 from greenroom.kernels.gpu.tiling import choose_tilings
 
-
 _FETCH_BYTES = 512 << 20
 """Of a fetch buffer at most, unless one expert is larger. Experts beyond it are read where they lie, slower."""
 

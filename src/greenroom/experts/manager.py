@@ -15,9 +15,15 @@ from greenroom.experts.counters import Counters
 from greenroom.experts.dispatch import CostModel, Dispatch
 from greenroom.experts.layer import OffloadedExperts, RunLayer
 from greenroom.experts.policies import Policy
-from greenroom.experts.residency import ABSENT, Swap
+from greenroom.experts.residency import ABSENT, Swap, most_wanted
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier, HostRouting
+
+_WRITE_BYTES = 64 << 20
+"""Of copies into cache slots under way at once, at most: about a millisecond of PCIe."""
+
+_LEAST_WRITES = 2
+"""So many may be under way however large experts are."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,8 @@ class OffloadManager:
             OffloadedExperts(layer, fmt, count, tier, self.cache, self.costs, self.record)
             for layer, (fmt, count) in enumerate(zip(store.formats, store.num_experts, strict=True))
         ]
+        largest = max(fmt.block_bytes for fmt in store.formats)
+        self._most_writes = max(_WRITE_BYTES // largest, _LEAST_WRITES)
         self._step_lock = threading.Lock()
         self._counting = True
         self._valid_rows: np.ndarray | None = None
@@ -148,8 +156,7 @@ class OffloadManager:
         """Closes the step and starts the copies of what enters the cache."""
         self.tier.end_step()
         if self._counting:
-            for layer, swap in self.admission.end_step(self.cache):
-                self._start(layer, swap)
+            self._admit()
         self._clear_step()
 
     def abandon_step(self) -> None:
@@ -173,8 +180,7 @@ class OffloadManager:
             )
             counts = count_pairs(record.ids, self.store.num_experts[record.layer])
             self.admission.record(record.layer, record.ids, record.weights, counts, None)
-        for layer, swap in self.admission.end_step(self.cache):
-            self._start(layer, swap)
+        self._admit()
 
     @contextmanager
     def without_host(self, run: RunLayer) -> Iterator[None]:
@@ -202,6 +208,16 @@ class OffloadManager:
         """Waits for what is under way and frees device and host memory. Idempotent."""
         self.tier.close()
         self.store.close()
+
+    def _admit(self) -> None:
+        """Starts the copies that the step makes worth while, as long as those under way are few.
+
+        More would take the link from the misses of the next steps for longer than they help; what is
+        worth a slot will be asked for again.
+        """
+        under_way = sum(len(self.cache.being_written(layer)) for layer in range(len(self.store)))
+        for layer, swap in most_wanted(self.admission.end_step(self.cache), self._most_writes - under_way):
+            self._start(layer, swap)
 
     def _start(self, layer: int, swap: Swap) -> None:
         self.tier.start_write(self.cache.unmap_and_write(layer, swap))

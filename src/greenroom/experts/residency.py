@@ -1,6 +1,6 @@
 """Which experts enter the cache after a step, and for which they make room. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,11 +10,15 @@ ABSENT = -1
 
 @dataclass(frozen=True)
 class Swap:
-    """``expert`` is to be written into ``slot``; ``victim`` leaves it, or ABSENT if it is free."""
+    """``expert`` is to be written into ``slot``; ``victim`` leaves it, or ABSENT if it is free.
+
+    gain: how much more the expert's score is than the victim's, or than nothing.
+    """
 
     expert: int
     slot: int
     victim: int
+    gain: float = field(default=0.0, compare=False)
 
 
 def choose_swaps(
@@ -44,7 +48,10 @@ def choose_swaps(
     entering = np.flatnonzero(candidates & (slot_of == ABSENT))
     entering = entering[np.argsort(-scores[entering], kind="stable")]
     filled = min(len(free_slots), len(entering))
-    swaps = [Swap(int(e), int(s), ABSENT) for e, s in zip(entering[:filled], free_slots[:filled], strict=True)]
+    swaps = [
+        Swap(int(e), int(s), ABSENT, float(scores[e]))
+        for e, s in zip(entering[:filled], free_slots[:filled], strict=True)
+    ]
     if limit == 0 or filled == len(entering):
         return swaps
     leaving = np.flatnonzero((slot_of != ABSENT) & ~needed)
@@ -52,5 +59,16 @@ def choose_swaps(
     for expert, victim in zip(entering[filled : filled + limit], leaving, strict=False):
         if scores[expert] <= margin * scores[victim]:
             break
-        swaps.append(Swap(int(expert), int(slot_of[victim]), int(victim)))
+        swaps.append(Swap(int(expert), int(slot_of[victim]), int(victim), float(scores[expert] - scores[victim])))
     return swaps
+
+
+def most_wanted(swaps: list[tuple[int, Swap]], room: int) -> list[tuple[int, Swap]]:
+    """The ``room`` swaps of all layers that gain most; those that fill free slots come before others.
+
+    Args:
+        swaps: (layer, swap).
+    """
+    if len(swaps) <= room:
+        return swaps
+    return sorted(swaps, key=lambda swap: (swap[1].victim != ABSENT, -swap[1].gain))[: max(room, 0)]
