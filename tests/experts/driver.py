@@ -84,7 +84,7 @@ class Driver:
         for number, layer in enumerate(self.model.layers):
             resident = {e for e in range(self.experts) if cache.slot_of[number, e] != ABSENT}
             assert resident == layer.resident, f"layer {number}: {resident} != {layer.resident}"
-            assert set(cache.being_written(number)) == layer.flying
+            assert set(np.flatnonzero(cache.being_written()[number]).tolist()) == layer.flying
             assert len(resident) + len(layer.flying) <= layer.slots
             for expert in resident:
                 slot = int(cache.slot_of[number, expert])

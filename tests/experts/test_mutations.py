@@ -125,7 +125,7 @@ def the_clock_stands_still(patch: Patch) -> None:
 
 
 def admitted_twice(patch: Patch) -> None:
-    patch.setattr(ExpertCache, "being_written", lambda self, layer: [])
+    patch.setattr(ExpertCache, "being_written", lambda self: np.zeros_like(self._arriving))
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

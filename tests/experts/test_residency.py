@@ -16,18 +16,27 @@ FMT = ExpertFormat(64, 32, torch.bfloat16, Activation(ActivationKind.SILU))
 
 
 @st.composite
-def layer_state(draw):
+def states(draw):
+    """Arguments of ``choose_swaps`` for some layers with as many experts and slots."""
     experts = draw(st.integers(1, 12))
     slots = draw(st.integers(0, experts))
+    layers = [draw(layer_state(experts, slots)) for _ in range(draw(st.integers(1, 3)))]
+    arrays = [np.stack(parts) for parts in zip(*layers, strict=True)]
+    return *arrays, draw(st.integers(0, 4)), draw(st.sampled_from([1.0, 2.0]))
+
+
+@st.composite
+def layer_state(draw, experts: int, slots: int):
     resident = draw(st.permutations(range(experts)))[: draw(st.integers(0, slots))]
     places = draw(st.permutations(range(slots)))
     slot_of = np.full(experts, ABSENT, dtype=np.int32)
     slot_of[resident] = places[: len(resident)]
-    free = np.array(sorted(places[len(resident) :][: draw(st.integers(0, slots))]), dtype=np.int64)
+    free = np.zeros(slots, dtype=bool)
+    free[list(places[len(resident) :][: draw(st.integers(0, slots))])] = True
     scores = np.array(draw(st.lists(st.integers(0, 4), min_size=experts, max_size=experts)), dtype=float)
     needed = np.array(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
     candidates = needed & np.array(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
-    return scores, slot_of, free, needed, candidates, draw(st.integers(0, 4)), draw(st.sampled_from([1.0, 2.0]))
+    return scores, slot_of, free, needed, candidates
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 9)), max_size=8), st.integers(-2, 9))
@@ -41,20 +50,26 @@ def test_the_most_wanted_swaps_gain_most(entries, room):
             assert (taken.victim == ABSENT, taken.gain) >= (other.victim == ABSENT, other.gain)
 
 
-@given(layer_state())
+@given(states())
 def test_a_swap_says_what_it_gains(state):
-    scores, slot_of, free, needed, candidates, limit, margin = state
-    for swap in choose_swaps(scores, slot_of, free, needed, candidates, limit, margin):
-        assert swap.gain == scores[swap.expert] - (0 if swap.victim == ABSENT else scores[swap.victim])
+    scores = state[0]
+    for layer, swap in choose_swaps(*state):
+        assert swap.gain == scores[layer, swap.expert] - (0 if swap.victim == ABSENT else scores[layer, swap.victim])
 
 
-@given(layer_state())
-def test_swaps_are_the_greedy_best(state):
-    scores, slot_of, free, needed, candidates, limit, margin = state
+@given(states())
+def test_swaps_are_the_greedy_best_of_each_layer(state):
+    *arrays, limit, margin = state
     swaps = choose_swaps(*state)
+    assert [layer for layer, _ in swaps] == sorted(layer for layer, _ in swaps)
+    for number, layer in enumerate(zip(*arrays, strict=True)):
+        check_layer(*layer, [swap for at, swap in swaps if at == number], limit, margin)
+
+
+def check_layer(scores, slot_of, free, needed, candidates, swaps, limit, margin):
     left = [e for e in range(len(scores)) if candidates[e] and slot_of[e] == ABSENT]
     victims = {e: slot_of[e] for e in range(len(scores)) if slot_of[e] != ABSENT and not needed[e]}
-    free = list(free)
+    free = np.flatnonzero(free).tolist()
     for swap in swaps:
         best = max(left, key=lambda e: (scores[e], -e))
         assert swap.expert == best

@@ -30,8 +30,9 @@ class Admission:
         self._policy = policy
         self._cache_topk = cache_topk
         self._update_expert_num = update_expert_num
-        self._needed: dict[int, np.ndarray] = {}
-        self._admissible: dict[int, np.ndarray] = {}
+        shape = (len(num_experts), max(num_experts))
+        self._needed = np.zeros(shape, dtype=bool)
+        self._admissible = np.zeros(shape, dtype=bool)
         policy.scores(self.usage)
 
     def record(
@@ -53,36 +54,54 @@ class Admission:
         leading = heaviest(ids, weights, self._cache_topk)
         if valid_rows is not None and len(valid_rows) == len(ids):
             leading = leading[valid_rows]
-        chosen = count_pairs(leading, self._num_experts[layer])
+        experts = self._num_experts[layer]
+        chosen = count_pairs(leading, experts)
         self.usage.record(layer, np.minimum(chosen / max(len(leading), 1), 1.0))
-        self._needed[layer] = counts > 0
-        self._admissible[layer] = chosen > 0
+        self._needed[layer, :experts] = counts > 0
+        self._admissible[layer, :experts] = chosen > 0
+
+    def record_all(self, ids: np.ndarray, weights: np.ndarray) -> None:
+        """Takes note of all layers' routing at once, without padding.
+
+        Args:
+            ids: int32 [layers, T, K], -1 where there is no choice.
+            weights: float [layers, T, K].
+        """
+        layers, tokens, _ = ids.shape
+        used = self._count_all(ids)
+        by_row = ids.reshape(layers * tokens, -1), weights.reshape(layers * tokens, -1)
+        leading = heaviest(*by_row, self._cache_topk).reshape(layers, tokens, -1)
+        chosen = self._count_all(leading)
+        self.usage.record_all(np.minimum(chosen / max(tokens, 1), 1.0))
+        self._needed[:] = used > 0
+        self._admissible[:] = chosen > 0
 
     def end_step(self, cache: ExpertCache) -> list[tuple[int, Swap]]:
         """(layer, swap) for each change to make; forgets the step."""
-        scores = self._policy.scores(self.usage)
-        swaps = [
-            (layer, swap)
-            for layer, needed in self._needed.items()
-            if cache.num_slots[layer] > 0
-            for swap in self._choose(layer, scores[layer, : len(needed)], needed, cache)
-        ]
+        swaps = choose_swaps(
+            self._policy.scores(self.usage),
+            cache.slot_of,
+            cache.free_slots(),
+            self._needed,
+            self._admissible & ~cache.being_written(),
+            self._update_expert_num,
+            self._policy.margin,
+        )
         self.usage.advance()
         self.forget_step()
         return swaps
 
     def forget_step(self) -> None:
         """Drops what the step has needed, without changes of residency."""
-        self._needed.clear()
-        self._admissible.clear()
+        self._needed[:] = False
+        self._admissible[:] = False
 
-    def _choose(self, layer: int, scores: np.ndarray, needed: np.ndarray, cache: ExpertCache) -> list[Swap]:
-        candidates = self._admissible[layer].copy()
-        candidates[cache.being_written(layer)] = False
-        slot_of, free_slots = cache.layer_map(layer), cache.free_slots(layer)
-        return choose_swaps(
-            scores, slot_of, free_slots, needed, candidates, self._update_expert_num, self._policy.margin
-        )
+    def _count_all(self, ids: np.ndarray) -> np.ndarray:
+        """int64 [layers, experts]: how often each id occurs in its layer."""
+        layers, experts = self._needed.shape
+        own = np.arange(layers)[:, None] * experts + ids.reshape(layers, -1)
+        inside = (ids.reshape(layers, -1) >= 0) & (ids.reshape(layers, -1) < experts)
+        return np.bincount(own[inside], minlength=layers * experts).reshape(layers, experts)
 
 
 def heaviest(ids: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:

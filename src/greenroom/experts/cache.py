@@ -45,38 +45,42 @@ class ExpertCache:
         self.slot_of = np.full((layers, max(num_experts)), ABSENT, dtype=np.int32)
         self.expert_in = np.full((layers, max(num_slots)), ABSENT, dtype=np.int32)
         self.version = np.zeros((layers, max(num_slots)), dtype=np.int64)
+        self._is_slot = np.arange(max(num_slots))[None, :] < np.array(num_slots)[:, None]
         self._writing: list[dict[int, int]] = [{} for _ in num_experts]  # of each layer, slot -> expert
+        self._arriving = np.zeros((layers, max(num_experts)), dtype=bool)
 
     def layer_map(self, layer: int) -> np.ndarray:
         """int32 [experts]: a view of the layer's row of the map."""
         return self.slot_of[layer, : self.num_experts[layer]]
 
-    def free_slots(self, layer: int) -> np.ndarray:
-        """Slots, ascending, that hold nothing and are not being written."""
-        row = self.expert_in[layer, : self.num_slots[layer]]
-        return np.flatnonzero((row == ABSENT) & (self.version[layer, : len(row)] % 2 == 0))
+    def free_slots(self) -> np.ndarray:
+        """bool [layers, slots]: slots that hold nothing and are not being written."""
+        free: np.ndarray = self._is_slot & (self.expert_in == ABSENT) & (self.version % 2 == 0)
+        return free
 
-    def being_written(self, layer: int) -> list[int]:
-        """Experts on their way into a slot of the layer."""
-        return list(self._writing[layer].values())
+    def being_written(self) -> np.ndarray:
+        """bool [layers, experts]: experts on their way into a slot."""
+        return self._arriving
 
     def unmap_and_write(self, layer: int, swap: Swap) -> SlotWrite:
         """Takes the victim out of the map and marks the slot as being written."""
         if self.version[layer, swap.slot] % 2 or self.expert_in[layer, swap.slot] != swap.victim:
             raise ValueError(f"slot {swap.slot} of layer {layer} does not hold expert {swap.victim}")
-        if self.slot_of[layer, swap.expert] != ABSENT or swap.expert in self.being_written(layer):
+        if self.slot_of[layer, swap.expert] != ABSENT or self._arriving[layer, swap.expert]:
             raise ValueError(f"expert {swap.expert} of layer {layer} is resident or on its way already")
         if swap.victim != ABSENT:
             self.slot_of[layer, swap.victim] = ABSENT
         self.expert_in[layer, swap.slot] = ABSENT
         self.version[layer, swap.slot] += 1
         self._writing[layer][swap.slot] = swap.expert
+        self._arriving[layer, swap.expert] = True
         return SlotWrite(layer, swap.slot, swap.expert)
 
     def map_landed(self, write: SlotWrite) -> None:
         """Puts an expert whose bytes have arrived into the map."""
         if self._writing[write.layer].pop(write.slot, ABSENT) != write.expert:
             raise ValueError(f"{write} was not started")
+        self._arriving[write.layer, write.expert] = False
         self.version[write.layer, write.slot] += 1
         self.expert_in[write.layer, write.slot] = write.expert
         self.slot_of[write.layer, write.expert] = write.slot
@@ -91,6 +95,7 @@ class ExpertCache:
                 assert expert == ABSENT or self.slot_of[layer, expert] == slot, f"layer {layer}: slot {slot}"
                 assert (self.version[layer, slot] % 2 == 1) == (slot in self._writing[layer]), f"slot {slot}"
                 assert expert == ABSENT or self.version[layer, slot] % 2 == 0, f"layer {layer}: slot {slot}"
-            for expert in self.being_written(layer):
+            arriving = list(self._writing[layer].values())
+            assert sorted(arriving) == np.flatnonzero(self._arriving[layer]).tolist(), f"layer {layer}: {arriving}"
+            for expert in arriving:
                 assert self.slot_of[layer, expert] == ABSENT, f"layer {layer}: {expert} is mapped while being written"
-                assert self.being_written(layer).count(expert) == 1, f"layer {layer}: {expert} is written twice"

@@ -51,6 +51,11 @@ class Counters:
         for name, count in counts.items():
             self._counts[layer, _FIELDS.index(name)] += count
 
+    def add_all(self, **counts: np.ndarray) -> None:
+        """Adds to the named counts of all layers: int [layers] each."""
+        for name, count in counts.items():
+            self._counts[:, _FIELDS.index(name)] += count
+
     def reset(self) -> None:
         """Sets every count to 0."""
         self._counts[:] = 0

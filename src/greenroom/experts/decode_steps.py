@@ -19,7 +19,7 @@ import numpy as np
 from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.mailbox import Mailboxes
-from greenroom.experts.manager import LayerRecord, OffloadManager
+from greenroom.experts.manager import OffloadManager, StepRecord
 from greenroom.experts.split import LaneTimes, SplitController
 
 
@@ -129,11 +129,7 @@ class DecodeSteps:
         finished, self._finished = self._finished, None
         if finished is None:
             return
-        records = [
-            LayerRecord(layer, finished.ids[layer], finished.weights[layer], *map(int, finished.lanes[layer, :3]))
-            for layer in range(len(finished.ids))
-        ]
-        self._manager.learn(records)
+        self._manager.learn(StepRecord(finished.ids, finished.weights, finished.lanes[:, :3]))
         self.split.observe(finished.times(self._inter, self.path.timed))
 
     def _keep(self) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from greenroom.experts.admission import Admission, count_pairs
+from greenroom.experts.admission import Admission
 from greenroom.experts.cache import ExpertCache
 from greenroom.experts.counters import Counters
 from greenroom.experts.dispatch import CostModel, Dispatch
@@ -27,19 +27,16 @@ _LEAST_WRITES = 2
 
 
 @dataclass(frozen=True)
-class LayerRecord:
-    """What one layer did in a step that ran without the host.
+class StepRecord:
+    """What all layers did in a step that ran without the host.
 
-    ids: int32 [T, K], -1 where there is no choice. weights: float32 [T, K].
-    resident, streamed, cpu: experts on each lane.
+    ids: int32 [layers, T, K], -1 where there is no choice. weights: float32 [layers, T, K].
+    lanes: int [layers, 3], experts that were resident, streamed, on the CPU.
     """
 
-    layer: int
     ids: np.ndarray
     weights: np.ndarray
-    resident: int
-    streamed: int
-    cpu: int
+    lanes: np.ndarray
 
 
 class OffloadManager:
@@ -168,18 +165,14 @@ class OffloadManager:
         """Closes a step whose end the tier has been told already; ``learn`` may follow later."""
         self._clear_step()
 
-    def learn(self, records: list[LayerRecord]) -> None:
+    def learn(self, record: StepRecord) -> None:
         """Counts a step that ran without the host, and starts the copies of what enters the cache.
 
         A later step may be running: the copies wait for the end that the tier was told last.
         """
-        for record in records:
-            misses = record.streamed + record.cpu
-            self.counters.add(
-                record.layer, hits=record.resident, misses=misses, streamed=record.streamed, cpu=record.cpu
-            )
-            counts = count_pairs(record.ids, self.store.num_experts[record.layer])
-            self.admission.record(record.layer, record.ids, record.weights, counts, None)
+        resident, streamed, cpu = record.lanes.T
+        self.counters.add_all(hits=resident, misses=streamed + cpu, streamed=streamed, cpu=cpu)
+        self.admission.record_all(record.ids, record.weights)
         self._admit()
 
     @contextmanager
@@ -215,7 +208,7 @@ class OffloadManager:
         More would take the link from the misses of the next steps for longer than they help; what is
         worth a slot will be asked for again.
         """
-        under_way = sum(len(self.cache.being_written(layer)) for layer in range(len(self.store)))
+        under_way = int(self.cache.being_written().sum())
         for layer, swap in most_wanted(self.admission.end_step(self.cache), self._most_writes - under_way):
             self._start(layer, swap)
 

@@ -29,37 +29,45 @@ def choose_swaps(
     candidates: np.ndarray,
     limit: int,
     margin: float = 1.0,
-) -> list[Swap]:
-    """Decides one layer's changes of residency after a step.
+) -> list[tuple[int, Swap]]:
+    """Decides the changes of residency of all layers after a step, in one pass.
 
-    Candidates fill free slots first, the best first and without limit. Then, at most ``limit`` times,
-    the best remaining candidate replaces the resident with the lowest score, as long as its own is
-    more than ``margin`` times that. Ties go to the lower expert id.
+    In each layer candidates fill free slots first, the best first and without limit. Then, at most
+    ``limit`` times, the best remaining candidate replaces the resident with the lowest score, as long as
+    its own is more than ``margin`` times that. Ties go to the lower expert id.
 
     Args:
-        scores: float [experts].
-        slot_of: int [experts], slot of each resident expert, ABSENT for others.
-        free_slots: int [n], slots that hold nothing and are not being written.
-        needed: bool [experts], experts that this step used; they are never victims.
-        candidates: bool [experts], absent experts that this step may admit.
-        limit: replacements at most.
+        scores: float [layers, experts].
+        slot_of: int [layers, experts], slot of each resident expert, ABSENT for others.
+        free_slots: bool [layers, slots], slots that hold nothing and are not being written.
+        needed: bool [layers, experts], experts that this step used; they are never victims.
+        candidates: bool [layers, experts], experts that this step may admit, if they are absent.
+        limit: replacements a layer at most.
         margin: at least 1.
+
+    Returns:
+        (layer, swap), layers ascending.
     """
-    entering = np.flatnonzero(candidates & (slot_of == ABSENT))
-    entering = entering[np.argsort(-scores[entering], kind="stable")]
-    filled = min(len(free_slots), len(entering))
-    swaps = [
-        Swap(int(e), int(s), ABSENT, float(scores[e]))
-        for e, s in zip(entering[:filled], free_slots[:filled], strict=True)
-    ]
-    if limit == 0 or filled == len(entering):
-        return swaps
-    leaving = np.flatnonzero((slot_of != ABSENT) & ~needed)
-    leaving = leaving[np.argsort(scores[leaving], kind="stable")]
-    for expert, victim in zip(entering[filled : filled + limit], leaving, strict=False):
-        if scores[expert] <= margin * scores[victim]:
-            break
-        swaps.append(Swap(int(expert), int(slot_of[victim]), int(victim), float(scores[expert] - scores[victim])))
+    entering = candidates & (slot_of == ABSENT)
+    leaving = (slot_of != ABSENT) & ~needed
+    best = np.argsort(np.where(entering, -scores, np.inf), axis=1, kind="stable")
+    worst = np.argsort(np.where(leaving, scores, np.inf), axis=1, kind="stable")[:, :limit]
+    entering_num = entering.sum(axis=1)
+    filled = np.minimum(entering_num, free_slots.sum(axis=1))
+    # Column n: the n-th candidate behind those that fill free slots, against the n-th worst resident.
+    place = filled[:, None] + np.arange(worst.shape[1])[None, :]
+    rivals = np.take_along_axis(best, np.minimum(place, best.shape[1] - 1), axis=1)
+    wins = (place < entering_num[:, None]) & (np.arange(worst.shape[1]) < leaving.sum(axis=1)[:, None])
+    wins &= np.take_along_axis(scores, rivals, axis=1) > margin * np.take_along_axis(scores, worst, axis=1)
+    replaced = np.logical_and.accumulate(wins, axis=1).sum(axis=1)
+    swaps = []
+    for layer in np.flatnonzero(filled + replaced):
+        row, chosen = scores[layer], best[layer]
+        for expert, slot in zip(chosen[: filled[layer]], np.flatnonzero(free_slots[layer]), strict=False):
+            swaps.append((int(layer), Swap(int(expert), int(slot), ABSENT, float(row[expert]))))
+        for expert, victim in zip(rivals[layer, : replaced[layer]], worst[layer], strict=False):
+            slot = slot_of[layer, victim]
+            swaps.append((int(layer), Swap(int(expert), int(slot), int(victim), float(row[expert] - row[victim]))))
     return swaps
 
 

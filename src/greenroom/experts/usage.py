@@ -7,7 +7,7 @@ DECAY = 0.98
 
 
 class ExpertUsage:
-    """Statistics of routing, one row a layer. Written by ``record`` and ``advance`` alone.
+    """Statistics of routing, one row a layer. Written by ``record``, ``record_all`` and ``advance`` alone.
 
     Attributes:
         frequency: float64 [layers, experts], decayed count of steps.
@@ -39,6 +39,12 @@ class ExpertUsage:
         self.frequency[layer, :count] += share
         self.total[layer, :count] += share
         self.last_used[layer, :count][share > 0] = self.step
+
+    def record_all(self, share: np.ndarray) -> None:
+        """Adds one step's routing of all layers: ``share`` as for ``record``, [layers, experts]."""
+        self.frequency += share
+        self.total += share
+        self.last_used[share > 0] = self.step
 
     def advance(self) -> None:
         """Ends the step."""
