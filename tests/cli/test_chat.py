@@ -4,6 +4,7 @@ import pytest
 
 from greenroom.cli.chat import Conversation
 from greenroom.cli.main import app
+from greenroom.engine import generation
 from greenroom.engine.generation import generate
 from tests.reference.tokenizer import make_tokenizer
 
@@ -68,3 +69,18 @@ def test_wrong_values(runner, fake, flags):
     result = runner.invoke(app, [*CHAT, *flags], input="hello\n")
     assert result.exit_code == 2
     assert fake.loads == 0
+
+
+@pytest.mark.parametrize(("flags", "graph"), [([], True), (["--no-graph"], False)])
+def test_no_graph(runner, fake, monkeypatch, flags, graph):
+    seen: list[bool] = []
+    real = generation.generate
+
+    def noting(*args, graph, **kwargs):
+        seen.append(graph)
+        return real(*args, graph=graph, **kwargs)
+
+    monkeypatch.setattr(generation, "generate", noting)
+    result = runner.invoke(app, [*CHAT, *flags], input="hello\n")
+    assert result.exit_code == 0, result.output
+    assert seen == [graph]

@@ -6,6 +6,7 @@ import pytest
 
 from greenroom.cli.main import app
 from greenroom.config import OffloadConfig
+from greenroom.engine import generation
 from greenroom.engine.generation import generate
 from greenroom.errors import CheckpointError
 
@@ -88,6 +89,28 @@ def test_sampling_repeats_with_a_seed(runner, fake):
     flags = ["--temperature", "1.5", "--top-p", "0.9", "--json", "--seed"]
     texts = [json.loads(runner.invoke(app, [*REQUEST, *flags, seed]).stdout)["text"] for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(("flags", "graph"), [([], True), (["--no-graph"], False)])
+def test_no_graph(runner, fake, monkeypatch, flags, graph):
+    seen: list[bool] = []
+    real = generation.generate
+
+    def noting(*args, graph, **kwargs):
+        seen.append(graph)
+        return real(*args, graph=graph, **kwargs)
+
+    monkeypatch.setattr(generation, "generate", noting)
+    result = runner.invoke(app, [*REQUEST, *flags])
+    assert result.exit_code == 0, result.output
+    assert seen == [graph]
+
+
+def test_json_says_how_tokens_were_decoded(runner, fake):
+    value = json.loads(runner.invoke(app, [*REQUEST, "--json", "--no-graph"]).stdout)
+    assert (value["decode"], value["eager_because"]) == ("eager", "it was asked for")
+    assert value["prepare_seconds"] == 0
+    assert "eager" in runner.invoke(app, REQUEST).stderr
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])

@@ -161,3 +161,25 @@ def test_a_prompt_that_fills_the_context(model, tokenizer):
 def test_tokens_of_another_vocabulary(model, tokenizer):
     with pytest.raises(ConfigError, match="another model"):
         generate(model, tokenizer, [1, VOCAB], 4)
+
+
+@pytest.mark.parametrize(("max_tokens", "graph", "reason"), [(4, False, "it was asked for"), (1, True, "one token")])
+def test_a_result_says_why_its_decode_was_eager(model, tokenizer, max_tokens, graph, reason):
+    result = generate(model, tokenizer, "abc", max_tokens, graph=graph)
+    assert result.decode == "eager"
+    assert reason in result.eager_because
+    assert result.prepare_seconds == 0
+
+
+def test_models_without_offloaded_experts_decode_eagerly(model, tokenizer):
+    assert "was not loaded by greenroom" in generate(model, tokenizer, "abc", 3).to_dict()["eager_because"]
+
+
+def test_generate_leaves_nothing_that_other_modes_cannot_write(model, tokenizer):
+    """torch refuses writes outside of inference mode to what was made within."""
+    seen: list[bool] = []
+    hook = model.register_forward_hook(lambda *_: seen.append(torch.is_inference_mode_enabled()))
+    generate(model, tokenizer, "abc", 2)
+    hook.remove()
+    assert seen
+    assert not any(seen)

@@ -1,0 +1,269 @@
+"""No kernel of a decode step reads a slot while it is written, whatever the order in time.
+
+The device is played by hand: it works through a step's layers when it likes, also behind ``enqueued``, where
+the host learns from the step before and starts writes. A write begins some time after the end of the steps
+that it must wait for, leaves garbage that is NaN in every kernel, and lands some time later.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from greenroom.experts.cache import SlotWrite
+from greenroom.experts.cpu import CpuExperts
+from greenroom.experts.decode_steps import DecodeSteps
+from greenroom.experts.dispatch import CostModel
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.host_tier import HostTier
+from greenroom.experts.mailbox import Mailboxes
+from greenroom.experts.manager import OffloadManager
+from greenroom.experts.policies import make_policy
+from greenroom.experts.residency import ABSENT
+from greenroom.experts.split import PARTS, SplitController
+from greenroom.experts.store import HostStore
+from tests.reference.expert_math import moe_float64
+from tests.reference.slow_tier import GARBAGE
+
+pytest.importorskip("triton")
+
+from greenroom.experts import decode_path
+from greenroom.experts.decode_path import DecodePath
+from greenroom.kernels.gpu.tiling import Tiling
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plays the device on the CPU, by the interpreter")
+
+FMT = ExpertFormat(8, 6, torch.float32, Activation(ActivationKind.SILU))
+EXPERTS, SLOTS, LAYERS, TOP_K = 7, 3, 2, 2
+
+
+@dataclass
+class _Flight:
+    """A write on its way. ``after``: steps that must have ended before it may begin."""
+
+    write: SlotWrite
+    after: int
+    begun: bool = False
+
+
+class HandPlayedTier(HostTier):
+    """Behaves like a device with streams of its own: a published map, and writes behind the ends of steps.
+
+    Attributes:
+        opened, ended: steps that the host has published a map for, and that the device has worked through.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.opened = self.ended = 0
+        self.flights: list[_Flight] = []
+        self._marked = 0
+        self._published = torch.full((LAYERS, EXPERTS), ABSENT, dtype=torch.int32)
+        for slots in self._slots:
+            slots.fill_(GARBAGE)
+
+    def device_map(self, slot_of: np.ndarray) -> torch.Tensor:
+        return self._published
+
+    def begin_step(self, slot_of: np.ndarray) -> None:
+        self.opened += 1
+        self._published.copy_(torch.from_numpy(slot_of))
+
+    def end_step(self) -> None:
+        self._marked = self.opened
+
+    def start_write(self, write: SlotWrite) -> None:
+        self.flights.append(_Flight(write, self._marked))
+
+    def move(self, dice: random.Random) -> None:
+        """Time passes: writes that may begin do so, or not; some that have begun land."""
+        for flight in list(self.flights):
+            if not flight.begun and flight.after <= self.ended and dice.random() < 0.6:
+                flight.begun = True
+                self._slots[flight.write.layer][flight.write.slot].fill_(GARBAGE)
+            elif flight.begun and dice.random() < 0.4:
+                super().start_write(flight.write)
+                self.flights.remove(flight)
+
+    def slot_bytes(self, layer: int, slot: int) -> np.ndarray:
+        return self._slots[layer][slot].numpy()
+
+
+class DrawnSplit(SplitController):
+    """Any split at all, another one in each step."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__(1.0, 1.0, EXPERTS)
+        self._dice = dice
+
+    def stream_parts(self) -> np.ndarray:
+        return np.array([self._dice.randint(0, n) * PARTS for n in range(EXPERTS + 1)], dtype=np.int32)
+
+
+class Stage:
+    """Steps of random batches; checks every result, the map and the slots."""
+
+    def __init__(self, manager: OffloadManager, tier: HandPlayedTier, steps: DecodeSteps, dice: random.Random) -> None:
+        self.manager, self.tier, self.steps, self._dice = manager, tier, steps, dice
+        self._generator = torch.Generator().manual_seed(dice.getrandbits(30))
+
+    def step(self) -> None:
+        rows = self._dice.randint(1, 2)
+        self.steps.begin(rows)
+        version = self.manager.cache.version.copy()
+        mapped = self.tier._published.clone()
+        told = self._dice.randint(0, LAYERS)  # layers that the device has done when the host goes on
+        for layer in range(LAYERS):
+            if layer == told:
+                self.steps.enqueued()
+            self.tier.move(self._dice)
+            self._run_layer(layer, rows)
+        if told == LAYERS:
+            self.steps.enqueued()
+        self.tier.ended += 1
+        self.tier.move(self._dice)
+        assert (self.tier._published == mapped).all(), "the map changed within a step"
+        held = mapped != ABSENT
+        for layer, expert in zip(*np.nonzero(held.numpy()), strict=True):
+            slot = int(mapped[layer, expert])
+            changed = self.manager.cache.version[layer, slot] - version[layer, slot]
+            assert changed in (0, 1), "a slot of the step's map was written and mapped again within the step"
+        self.steps.finish(learn=self._dice.random() < 0.95)
+        self.tier.move(self._dice)
+        self.check()
+
+    def check(self) -> None:
+        """The map, versions and contents of slots."""
+        self.manager.check_invariants()
+        cache = self.manager.cache
+        for layer, expert in zip(*np.nonzero(cache.slot_of != ABSENT), strict=True):
+            there = self.tier.slot_bytes(layer, cache.slot_of[layer, expert])
+            source = self.manager.store.blocks(layer)[expert].numpy()
+            assert (there == source).all(), f"slot of expert {expert} of layer {layer}"
+
+    def _run_layer(self, layer: int, rows: int) -> None:
+        hidden = torch.randn(2, FMT.hidden, generator=self._generator)
+        # The low ids more often, so that a cache has something to find, and a favourite that moves.
+        shift = self.tier.opened // 20
+        keys = [[self._dice.random() * (1 + (e + shift) % EXPERTS) for e in range(EXPERTS)] for _ in range(2)]
+        ids = torch.tensor(keys).argsort(1)[:, :TOP_K]
+        weights = torch.rand(2, TOP_K, generator=self._generator)
+        out = self.steps.path.run(layer, hidden, ids, weights)
+        expected = moe_float64(hidden[:rows], ids[:rows], weights[:rows], self.manager.store.views(layer), FMT)
+        torch.testing.assert_close(out[:rows].double(), expected, rtol=1e-5, atol=1e-5)
+        assert not out[rows:].any()
+
+
+@contextmanager
+def stage(seed: int, policy: str = "lru", update: int = 2) -> Iterator[Stage]:
+    dice = random.Random(seed)
+    store = HostStore([FMT] * LAYERS, [EXPERTS] * LAYERS)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(LAYERS):
+        views = store.views(layer)
+        views.up.copy_(torch.randn(views.up.shape, generator=generator))
+        views.down.copy_(torch.randn(views.down.shape, generator=generator))
+    with CpuExperts(1) as engine:
+        tier = HandPlayedTier(store, [SLOTS] * LAYERS, engine, 2)
+        manager = OffloadManager(
+            store, tier, [SLOTS] * LAYERS, make_policy(policy), TOP_K, update, CostModel(1e9, 1e9, 1e12)
+        )
+        with manager:
+            boxes = Mailboxes(engine, store, 2, TOP_K, pin_memory=False)
+            path = DecodePath(store, tier.slots, tier.device_map(manager.cache.slot_of), boxes, 2, TOP_K)
+            steps = DecodeSteps(manager, path, boxes)
+            steps.split = DrawnSplit(dice)
+            try:
+                yield Stage(manager, tier, steps, dice)
+            finally:
+                boxes.close()
+
+
+@pytest.fixture(autouse=True)
+def one_program_an_expert(monkeypatch):
+    """The interpreter runs program after program."""
+    monkeypatch.setattr(decode_path, "choose_tilings", lambda tokens: (Tiling(16, 16, 16, 4, 3),) * 2)
+
+
+def exercise(steps: int, seed: int, policy: str = "lru", update: int = 2) -> Stage:
+    with stage(seed, policy, update) as player:
+        for _ in range(steps):
+            player.step()
+        return player
+
+
+@pytest.mark.parametrize(("policy", "update"), [("lru", 2), ("lfru", 1), ("lfu", 3)])
+def test_hundreds_of_steps_in_random_timing(policy, update):
+    player = exercise(150, seed=update, policy=policy, update=update)
+    total = player.manager.counters.total()
+    # The test is about nothing unless all of this happens, often.
+    assert min(total.hits, total.streamed, total.cpu) > 60
+    assert total.evictions > (100 if policy == "lru" else 8)  # the others keep to their favourites
+
+
+# --- faults that the test must notice
+
+
+Patch = pytest.MonkeyPatch
+
+
+def mapped_before_it_landed(patch: Patch) -> None:
+    real = OffloadManager._start
+
+    def mutant(self, layer, swap):
+        real(self, layer, swap)
+        self.cache.map_landed(SlotWrite(layer, swap.slot, swap.expert))
+
+    patch.setattr(OffloadManager, "_start", mutant)
+    patch.setattr(HandPlayedTier, "landed_writes", lambda self, wait=False: [])
+
+
+def written_while_the_step_runs(patch: Patch) -> None:
+    """The write does not wait for the end of the step that may still read the victim."""
+
+    def mutant(self, write):
+        self.flights.append(_Flight(write, 0))
+
+    patch.setattr(HandPlayedTier, "start_write", mutant)
+
+
+def learned_before_the_end_is_marked(patch: Patch) -> None:
+    """Writes wait for the end of the step before the one that runs."""
+
+    def mutant(self):
+        self.flush()
+        self._manager.tier.end_step()
+
+    patch.setattr(DecodeSteps, "enqueued", mutant)
+
+
+def map_is_published_late(patch: Patch) -> None:
+    """The device sees the map of the step before."""
+    real = HandPlayedTier.begin_step
+
+    def mutant(self, slot_of):
+        kept = getattr(self, "kept", np.full_like(slot_of, ABSENT))
+        self.kept = slot_of.copy()
+        real(self, kept)
+
+    patch.setattr(HandPlayedTier, "begin_step", mutant)
+
+
+MUTANTS: list[Callable[[Patch], None]] = [
+    mapped_before_it_landed,
+    written_while_the_step_runs,
+    learned_before_the_end_is_marked,
+    map_is_published_late,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_test_notices(mutant, monkeypatch):
+    mutant(monkeypatch)
+    monkeypatch.setattr(Stage, "check", lambda self: None)  # results alone must show it
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        exercise(150, seed=1)
