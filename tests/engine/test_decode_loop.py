@@ -140,6 +140,22 @@ def test_prompts_of_different_lengths_are_refused(loop):
         loop.generate(**{"input_ids": None} | left_padded(2, 5), max_new_tokens=4, do_sample=False)
 
 
+def test_a_mask_that_hides_nothing_is_none(model, loop, monkeypatch):
+    """Older versions of transformers pass it on, newer ones drop it."""
+    real = model.generate
+
+    def older(ids, *, custom_generate, **kwargs):
+        def with_mask(*args, attention_mask=None, **inner):
+            return custom_generate(*args, attention_mask=torch.ones_like(ids), **inner)
+
+        return real(ids, custom_generate=with_mask, **kwargs)
+
+    ids = random_ids(2, 5)
+    expected = real(ids, max_new_tokens=6, do_sample=False)
+    monkeypatch.setattr(model, "generate", older)
+    assert torch.equal(loop.generate(ids, max_new_tokens=6, do_sample=False), expected)
+
+
 def test_one_token_needs_no_step(loop):
     loop.generate(random_ids(1, 5), max_new_tokens=1, do_sample=False)
     assert not loop._runner.prepared

@@ -98,7 +98,8 @@ class DecodeLoop:
             generation_config: GenerationConfig,
             **model_kwargs: Any,
         ) -> torch.Tensor:
-            if model_kwargs.get("attention_mask") is not None:  # dropped by generate where it is all ones
+            mask = model_kwargs.get("attention_mask")  # newer versions drop one that is all ones
+            if mask is not None and not mask.all():
                 raise ConfigError("decode graphs take prompts of equal length, without padding")
             return self._sample(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
 
