@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.experts.split import PARTS, LaneTimes, SplitController, split_table
+from greenroom.experts.split import LEAST_SHARE, PARTS, LaneTimes, SplitController, split_table
 
 SECONDS = st.floats(1e-6, 1e-1)
 
@@ -15,8 +15,9 @@ def test_the_table_equals_brute_force(streamed_s, cpu_s, experts):
     table = split_table(streamed_s, cpu_s, experts)
     for absent, chosen in enumerate(table):
         parts = absent * PARTS
-        ends = [max(n * streamed_s, (parts - n) * cpu_s) for n in range(parts + 1)]
-        assert ends[chosen] == pytest.approx(min(ends), rel=1e-9)
+        allowed = [n for n in range(parts + 1) if n in (0, parts) or LEAST_SHARE <= n <= parts - LEAST_SHARE]
+        ends = {n: max(n * streamed_s, (parts - n) * cpu_s) for n in allowed}
+        assert ends[chosen] == pytest.approx(min(ends.values()), rel=1e-9)
 
 
 def test_a_closed_lane_gets_nothing():
@@ -33,15 +34,19 @@ def test_impossible_rates_are_refused(seconds):
 class Machine:
     """Layers of a model on a machine whose lanes take what they take; the clock is the sum of its layers."""
 
-    def __init__(self, streamed_s: float, cpu_s: float, noise: float = 0.0) -> None:
-        self.streamed_s, self.cpu_s, self.noise = streamed_s, cpu_s, noise
+    def __init__(self, streamed_s: float, cpu_s: float, noise: float = 0.0, start_s: float = 0.0) -> None:
+        """``start_s``: what a job of the CPU takes however small its share is."""
+        self.streamed_s, self.cpu_s, self.noise, self.start_s = streamed_s, cpu_s, noise, start_s
         self.random = np.random.default_rng(0)
 
     def step(self, table: np.ndarray, absent: int, layers: int = 12) -> tuple[float, LaneTimes]:
         streamed = table[absent] / PARTS
         cpu = absent - streamed
         factor = 1 + self.noise * self.random.random(2)
-        streaming, computing = streamed * self.streamed_s * factor[0], cpu * self.cpu_s * factor[1]
+        streaming, computing = (
+            streamed * self.streamed_s * factor[0],
+            (cpu * self.cpu_s + (cpu > 0) * self.start_s) * factor[1],
+        )
         times = LaneTimes(streamed * layers, streaming * layers, cpu * layers, computing * layers)
         return max(streaming, computing) * layers, times
 
@@ -66,6 +71,13 @@ def test_both_lanes_are_never_slower_than_the_better_one(slowdown, absent, noise
     settled = clock[16:]
     assert np.median(settled) <= alone * (1 + noise)
     assert np.mean(settled) <= alone * (1.05 + noise), "probing a slow lane costs little"
+
+
+@pytest.mark.parametrize("slowdown", [8, 50])
+def test_a_slow_cpu_that_also_starts_slowly_is_left_alone_soon(slowdown):
+    machine = Machine(210e-6, 95e-6 * slowdown, start_s=35e-6 * slowdown)
+    clock = seconds_a_step(machine, SplitController(190e-6, 95e-6, 128), 8, 32)
+    assert np.median(clock[12:]) <= 8 * machine.streamed_s * 12
 
 
 def test_a_lane_that_recovers_gets_its_experts_back():

@@ -13,6 +13,9 @@ import numpy as np
 PARTS = 16
 """Of an expert, in which the split is counted."""
 
+LEAST_SHARE = 4
+"""Parts that a lane gets at least, if it gets any: a thin share costs far more than its part of an expert."""
+
 _TRUST = 0.3
 """Weight of a new step against what was known: a changed rate is followed within about five steps."""
 
@@ -113,9 +116,10 @@ def split_table(streamed_s: float, cpu_s: float, max_experts: int) -> np.ndarray
         return np.zeros(max_experts + 1, dtype=np.int32)
     if cpu_s == float("inf"):
         return all_parts.astype(np.int32)
-    # Where both lanes would end together, or the part before or behind it.
+    # Where both lanes would end together, or the part before or behind it; or at the ends of what is allowed.
     below = np.floor(all_parts * (cpu_s / (streamed_s + cpu_s))).astype(np.int64)
-    candidates = np.clip(below[:, None] + np.array([-1, 0, 1]), 0, all_parts[:, None])
+    near = np.clip(below[:, None] + np.array([-1, 0, 1]), LEAST_SHARE, np.maximum(all_parts - LEAST_SHARE, 0)[:, None])
+    candidates = np.concatenate([np.zeros_like(below)[:, None], near, all_parts[:, None]], axis=1)
     seconds = np.maximum(candidates * streamed_s, (all_parts[:, None] - candidates) * cpu_s)
     best = np.argmin(seconds, axis=1)
     return candidates[np.arange(max_experts + 1), best].astype(np.int32)
