@@ -181,6 +181,10 @@ def test_the_commit_is_that_of_a_checkout_which_tracks_the_package(tmp_path):
     found = commit_hash(package)
     assert re.fullmatch("[0-9a-f]{7,}", found)
     assert git(tmp_path, "rev-parse", "HEAD").startswith(found)
+    (tmp_path / "elsewhere.txt").write_text("not of the package")
+    assert commit_hash(package) == found
+    (package / "new.py").write_text("")
+    assert commit_hash(package) == found + "+"
 
 
 def test_without_git_there_is_no_commit(monkeypatch):

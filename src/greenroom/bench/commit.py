@@ -7,11 +7,15 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def commit_hash(package: Path = _PACKAGE) -> str | None:
-    """The short hash if ``package`` lies in a git checkout that tracks it, else None. Changes that are not committed
-    do not show."""
+    """The short hash if ``package`` lies in a git checkout that tracks it, else None. A "+" behind it says that the
+    package has changes which are not committed, new files included."""
     # A package that was installed somewhere inside another project's checkout is not tracked there.
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
-    return None if tracked is None else _git(package, "rev-parse", "--short", "HEAD")
+    if tracked is None:
+        return None
+    changed = _git(package, "status", "--porcelain", "--", ".") is not None
+    head = _git(package, "rev-parse", "--short", "HEAD")
+    return head and head + "+" * changed
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
