@@ -96,6 +96,8 @@ class CudaTier(DeviceTier):
         return statistics.median(rates)
 
     def begin_step(self, slot_of: np.ndarray) -> None:
+        if np.array_equal(self._map_twin.numpy(), slot_of):
+            return  # the device has it: only this method writes either
         # The copy of the step before may still be reading the twin.
         self._map_published.synchronize()
         self._map_twin.numpy()[:] = slot_of
