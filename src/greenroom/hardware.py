@@ -62,7 +62,7 @@ def lock_pages(address: int, size: int) -> None:
         MemoryLimitError: the driver refused.
     """
     torch.cuda.synchronize()  # makes the device's context current in this thread
-    error = _driver().cuMemHostRegister_v2(
+    error = cuda_driver().cuMemHostRegister_v2(
         ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE_AND_MAPPED)
     )
     if error != 0:
@@ -77,13 +77,14 @@ def lock_pages(address: int, size: int) -> None:
 def unlock_pages(address: int) -> None:
     """Undoes ``lock_pages``."""
     torch.cuda.synchronize()
-    error = _driver().cuMemHostUnregister(ctypes.c_void_p(address))
+    error = cuda_driver().cuMemHostUnregister(ctypes.c_void_p(address))
     if error != 0:
         raise MemoryLimitError(f"cannot unlock host memory at {address:#x} (CUDA error {error})")
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def cuda_driver() -> ctypes.CDLL:
+    """The driver's own interface. Raises OSError on a machine without one."""
     return ctypes.CDLL("libcuda.so.1")
 
 

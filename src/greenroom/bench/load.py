@@ -9,15 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as RichProgress
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from greenroom.bench.experts import cpu_name
@@ -26,7 +23,7 @@ from greenroom.config import OffloadConfig
 from greenroom.engine.checkpoint import INDEX_FILE, Checkpoint
 from greenroom.engine.loader import load
 from greenroom.engine.offload import choose_device, close, stats
-from greenroom.engine.progress import Progress
+from greenroom.engine.progress import Progress, byte_bar
 from greenroom.errors import ConfigError, GreenroomError
 
 _SHARD_BYTES = 4 * 10**9
@@ -220,7 +217,7 @@ def write_checkpoint(config: PretrainedConfig, folder: Path, name: str, progress
             file.unlink()
         config.save_pretrained(folder)
         _byte_tokenizer().save_pretrained(folder)
-        with _writing_bar(progress) as report:
+        with byte_bar("Writing checkpoint") if progress else nullcontext(_unseen) as report:
             _write_shards(tensors, folder, report)
     except OSError as error:
         raise ConfigError(f"cannot write a checkpoint to '{folder}': {error.strerror or error}") from error
@@ -353,18 +350,5 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-@contextmanager
-def _writing_bar(shown: bool) -> Iterator[Progress]:
-    if not shown:
-        yield lambda done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with RichProgress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task("Writing checkpoint")
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+def _unseen(done: int, total: int) -> None:
+    """Progress that nobody asked for."""

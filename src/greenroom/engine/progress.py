@@ -20,6 +20,13 @@ def loading_bar(progress: bool | Progress) -> Iterator[Progress | None]:
     if progress is not True:
         yield progress
         return
+    with byte_bar("Loading experts") as report:
+        yield report
+
+
+@contextmanager
+def byte_bar(title: str) -> Iterator[Progress]:
+    """A bar on stderr with rate and time left."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -28,5 +35,5 @@ def loading_bar(progress: bool | Progress) -> Iterator[Progress | None]:
         TimeRemainingColumn(),
     )
     with RichProgress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task("Loading experts")
+        task = bars.add_task(title)
         yield lambda done, total: bars.update(task, completed=done, total=total)

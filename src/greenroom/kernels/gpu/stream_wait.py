@@ -1,12 +1,12 @@
 """Makes a stream wait for a word in page-locked memory; captured in CUDA graphs like any other work."""
 
 import ctypes
-import functools
 import time
 
 import torch
 
 from greenroom.errors import EngineError
+from greenroom.hardware import cuda_driver
 
 _WAIT_EQUAL = 0x1
 
@@ -31,7 +31,7 @@ def wait_until_one(word: torch.Tensor, device: torch.device, limit_s: float = CP
         _block(word, limit_s)
         return
     stream = torch.cuda.current_stream(device).cuda_stream
-    error = _driver().cuStreamWaitValue32_v2(
+    error = cuda_driver().cuStreamWaitValue32_v2(
         ctypes.c_void_p(stream),
         ctypes.c_uint64(word.data_ptr()),
         ctypes.c_uint32(1),
@@ -47,8 +47,3 @@ def _block(word: torch.Tensor, limit_s: float) -> None:
     while view[0] != 1:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the CPU engine did not answer within {limit_s:g} s")
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
