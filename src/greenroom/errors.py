@@ -23,3 +23,7 @@ class MemoryLimitError(GreenroomError):
 
 class EngineError(GreenroomError):
     """A failure inside the native CPU engine."""
+
+
+class QueueFullError(GreenroomError):
+    """More requests wait than the engine may hold; later there may be room."""

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 pytest.importorskip("triton")
@@ -29,6 +30,20 @@ def test_a_fused_norm_equals_the_models(width, dtype):
     assert result.dtype == expected.dtype
     # The mean is summed in another order, which may turn one rounding over.
     torch.testing.assert_close(result, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_that_is_kept_wider_than_the_model_stays_the_models_own(dtype):
+    """transformers keeps gpt_oss's norms in float32 in a float16 model."""
+    stock, fused = (GptOssRMSNorm(32).to(DEVICE) for _ in range(2))
+    nn.init.normal_(stock.weight)
+    fused.load_state_dict(stock.state_dict())
+    fuse_norms(fused)
+    rows = torch.randn(3, 5, 32, device=DEVICE).to(dtype)
+    with torch.no_grad():
+        expected, result = stock(rows), fused(rows)
+    assert result.dtype == expected.dtype == dtype
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("module", [Gemma3RMSNorm(32), nn.LayerNorm(32), nn.Linear(32, 32), nn.Embedding(32, 8)])

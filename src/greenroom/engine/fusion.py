@@ -119,8 +119,14 @@ def _rms_epsilon(module: nn.Module) -> float | None:
 
 
 def _fused(module: nn.Module, epsilon: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    own = module.forward
+
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         assert isinstance(module.weight, torch.Tensor)
+        if hidden_states.dtype != module.weight.dtype:
+            # Weights kept wider than the model: families differ in what they round, and when.
+            result: torch.Tensor = own(hidden_states)
+            return result
         return rms_norm(hidden_states.contiguous(), module.weight, epsilon)
 
     return forward

@@ -1,0 +1,50 @@
+"""What a scheduler hands to a model: tokens of several sequences, and where their keys and values are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class SequenceChunk:
+    """The next tokens of one sequence.
+
+    token_ids: at least one. start: tokens of the sequence whose keys and values are there already.
+    blocks: ids of the KV blocks that hold tokens 0 to ``start + len(token_ids)``, in order.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+
+
+class BatchRunner(Protocol):
+    """Runs a model over chunks of several sequences. One thread at a time.
+
+    Attributes:
+        block_size: tokens a KV block.
+        num_blocks: KV blocks; their ids count from 0.
+        max_sequences: sequences that one call takes at most. 1 if the model's cache is not made of blocks:
+            then a chunk that starts at 0 begins a new sequence, and every other one continues it.
+        max_tokens: tokens that one call takes at most.
+    """
+
+    block_size: int
+    num_blocks: int
+    max_sequences: int
+    max_tokens: int
+
+    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        """One forward pass, which writes the chunks' keys and values into their blocks.
+
+        Returns:
+            [len(chunks), vocabulary] on the device: logits behind each chunk's last token, until the next call.
+
+        Raises:
+            EngineError: the pass failed; what the chunks' new tokens left in the blocks is undefined.
+        """
+
+    def close(self) -> None:
+        """Frees graphs and KV memory. Idempotent. The model stays open."""
