@@ -10,6 +10,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 pytest.importorskip("triton")
 
+from greenroom.engine.fused_rope import fuse_rope
+from greenroom.engine.fused_router import fuse_routers
 from greenroom.engine.fusion import ATTENTION, attention_forward, fuse_norms, use_decode_attention
 from greenroom.kernels.gpu.decode_attention import decode_attention
 from tests.reference.families import FAMILIES, make_model
@@ -95,6 +97,8 @@ def test_a_fused_model_generates_what_the_stock_model_does(family):
     stock, fused = (make_model(family).to(DEVICE) for _ in range(2))
     used_sdpa = stock.config._attn_implementation == "sdpa"
     fuse_norms(fused)
+    fuse_rope(fused)
+    fuse_routers(fused)
     assert use_decode_attention(fused) == used_sdpa
     assert use_decode_attention(fused) == used_sdpa, "asking twice changes nothing"
     assert (fused.config._attn_implementation == ATTENTION) == used_sdpa

@@ -145,9 +145,13 @@ def offload_experts(
     model.eval()
     if device.type == "cuda":
         # Needs triton, which GPU builds of torch bring.
+        from greenroom.engine.fused_rope import fuse_rope
+        from greenroom.engine.fused_router import fuse_routers
         from greenroom.engine.fusion import fuse_norms, use_decode_attention
 
         fuse_norms(model)
+        fuse_rope(model)
+        fuse_routers(model)
         # Models with other caches ask for sdpa by its name in places.
         if why_no_plain_cache(model) is None:
             use_decode_attention(model)
