@@ -46,6 +46,9 @@ class OffloadConfig:
             models with few experts.
         pin_memory: page-lock the host store when the device is a GPU. Without it copies take a
             detour through the driver's own buffers and reach about a third of the speed.
+        weights_offload_group_size, weights_offload_num_in_group, weights_offload_prefetch_step,
+            weights_offload_params, weights_offload_backend: weights that are not experts and stay in host memory;
+            see ``weights.config.WeightOffloadConfig``. None: not given.
     """
 
     cache_expert_num: int | None = None
@@ -59,6 +62,11 @@ class OffloadConfig:
     isa: str = "auto"
     miss_expert_num: int | None = None
     pin_memory: bool = True
+    weights_offload_group_size: int | None = None
+    weights_offload_num_in_group: int | None = None
+    weights_offload_prefetch_step: int | None = None
+    weights_offload_params: str | None = None
+    weights_offload_backend: str | None = None
 
     def __post_init__(self) -> None:
         if self.cache_expert_num is not None and self.vram is not None:

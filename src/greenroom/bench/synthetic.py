@@ -37,7 +37,12 @@ def random_model(config: PretrainedConfig, knobs: OffloadConfig, seed: int = 0) 
         torch.nn.init.normal_(parameter, std=_STD) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
     # Its tables are buffers, which to_empty leaves undefined.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(request.device)
-    offload_experts(model, request, spec, plan, lambda store: fill_with_noise(store, seed), started)
+    weights = request.take_weights(model, spec)
+    try:
+        offload_experts(model, request, spec, plan, lambda store: fill_with_noise(store, seed), started, weights)
+    except BaseException:
+        weights.close()
+        raise
     return model
 
 

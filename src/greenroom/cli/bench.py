@@ -98,6 +98,11 @@ def decode(
     context_num_threads: options.ContextNumThreads = None,
     policy: options.Policy = OffloadConfig.policy,
     device: options.Device = OffloadConfig.device,
+    weights_offload_group_size: options.WeightsGroupSize = None,
+    weights_offload_num_in_group: options.WeightsNumInGroup = None,
+    weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
+    weights_offload_params: options.WeightsParams = None,
+    weights_offload_backend: options.WeightsBackend = None,
     eager: Annotated[bool, typer.Option("--eager", help="On a GPU: no CUDA graph, layer by layer.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -110,6 +115,11 @@ def decode(
         context_num_threads=context_num_threads,
         policy=policy,
         device=device,
+        weights_offload_group_size=weights_offload_group_size,
+        weights_offload_num_in_group=weights_offload_num_in_group,
+        weights_offload_prefetch_step=weights_offload_prefetch_step,
+        weights_offload_params=weights_offload_params,
+        weights_offload_backend=weights_offload_backend,
     )
     with one_json_object(as_json):
         result = bench_decode(shape, batch, knobs, routing, steps, graph=not eager).to_dict()

@@ -28,6 +28,11 @@ def chat(
     isa: options.Isa = OffloadConfig.isa,
     no_pin_memory: options.NoPinMemory = False,
     no_graph: options.NoGraph = False,
+    weights_offload_group_size: options.WeightsGroupSize = None,
+    weights_offload_num_in_group: options.WeightsNumInGroup = None,
+    weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
+    weights_offload_params: options.WeightsParams = None,
+    weights_offload_backend: options.WeightsBackend = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
@@ -44,6 +49,11 @@ def chat(
         device=device,
         isa=isa,
         pin_memory=not no_pin_memory,
+        weights_offload_group_size=weights_offload_group_size,
+        weights_offload_num_in_group=weights_offload_num_in_group,
+        weights_offload_prefetch_step=weights_offload_prefetch_step,
+        weights_offload_params=weights_offload_params,
+        weights_offload_backend=weights_offload_backend,
     )
     from greenroom.engine import generation
 

@@ -24,6 +24,11 @@ def generate(
     isa: options.Isa = OffloadConfig.isa,
     no_pin_memory: options.NoPinMemory = False,
     no_graph: options.NoGraph = False,
+    weights_offload_group_size: options.WeightsGroupSize = None,
+    weights_offload_num_in_group: options.WeightsNumInGroup = None,
+    weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
+    weights_offload_params: options.WeightsParams = None,
+    weights_offload_backend: options.WeightsBackend = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
@@ -41,6 +46,11 @@ def generate(
         device=device,
         isa=isa,
         pin_memory=not no_pin_memory,
+        weights_offload_group_size=weights_offload_group_size,
+        weights_offload_num_in_group=weights_offload_num_in_group,
+        weights_offload_prefetch_step=weights_offload_prefetch_step,
+        weights_offload_params=weights_offload_params,
+        weights_offload_backend=weights_offload_backend,
     )
     # Imported here: torch and transformers take seconds that --help and a wrong knob need not wait for.
     import greenroom

@@ -31,6 +31,24 @@ Device = Annotated[str, typer.Option("--device", metavar="D", help="auto, cpu, c
 Isa = Annotated[str, typer.Option("--isa", metavar="I", help="Instruction set of the CPU engine; auto takes the best.")]
 NoPinMemory = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock host memory.")]
 NoGraph = Annotated[bool, typer.Option("--no-graph", help="Decode layer by layer, without CUDA graphs.")]
+WeightsGroupSize = Annotated[
+    int | None,
+    typer.Option("--weights-offload-group-size", metavar="G", help="Of each G layers, some keep weights on the host."),
+]
+WeightsNumInGroup = Annotated[
+    int | None, typer.Option("--weights-offload-num-in-group", metavar="N", help="Those are the last N of each G.")
+]
+WeightsPrefetchStep = Annotated[
+    int | None,
+    typer.Option("--weights-offload-prefetch-step", metavar="P", help="Layers that are copied ahead; buffers."),
+]
+WeightsParams = Annotated[
+    str | None,
+    typer.Option("--weights-offload-params", metavar="PATTERN", help="Only weights whose names match, as self_attn."),
+]
+WeightsBackend = Annotated[
+    str | None, typer.Option("--weights-offload-backend", metavar="NAME", help="prefetch, uva or none.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token.")]

@@ -35,6 +35,9 @@ def generation_dict(result: "Generation", stats: "OffloadStats") -> dict[str, An
         "cache_expert_num": stats.cache_expert_num,
         "host_bytes": stats.host_bytes,
         "device_bytes": stats.device_bytes,
+        "weights_offload": stats.weights_offload,
+        "weights_host_bytes": stats.weights_host_bytes,
+        "weights_device_bytes": stats.weights_device_bytes,
         "layers": [layer.to_dict() for layer in stats.layers],
     }
 
@@ -59,6 +62,12 @@ def print_summary(result: "Generation", stats: "OffloadStats") -> None:
         f"{stats.cache_expert_num} a layer ({_size(stats.device_bytes)}), policy {stats.policy}, device {stats.device}",
     )
     table.add_row("CPU engine", f"{stats.isa}, {stats.threads} thread{'' if stats.threads == 1 else 's'}")
+    if stats.weights_offload != "none":
+        table.add_row(
+            "other weights",
+            f"{stats.weights_offload}, {_size(stats.weights_host_bytes)} in host memory, "
+            f"{_size(stats.weights_device_bytes)} of buffers",
+        )
     error_console().print(table)
 
 

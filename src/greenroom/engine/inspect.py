@@ -11,6 +11,7 @@ from greenroom.engine.spec import ExpertLayerSpec, ModelSpec
 from greenroom.errors import UnsupportedModelError
 from greenroom.experts.activations import activate
 from greenroom.experts.formats import SUPPORTED_DTYPES, Activation, ActivationKind, ExpertFormat
+from greenroom.weights.select import weights_of
 
 _PROBE_ROWS = 64
 
@@ -27,9 +28,15 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
             f"{type(model).__name__} has no routed experts; greenroom runs Mixture-of-Experts models"
         )
     layers = tuple(_describe(name, module) for name, module in modules)
-    expert_tensors = {id(tensor) for _, module in modules for tensor in module.parameters()}
-    others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in expert_tensors}
-    return ModelSpec(layers, sum(t.numel() * t.element_size() for t in others.values()), layers[0].format.dtype)
+    experts = [tensor for _, module in modules for tensor in module.parameters()]
+    expert_ids = {id(tensor) for tensor in experts}
+    others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in expert_ids}
+    return ModelSpec(
+        layers,
+        sum(t.numel() * t.element_size() for t in others.values()),
+        layers[0].format.dtype,
+        weights_of(model, without=experts),
+    )
 
 
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -54,13 +54,19 @@ def load(
     with Checkpoint.open(folder) as checkpoint:
         placements = place_experts(checkpoint.tensors, spec)
         tokenizer = _load_tokenizer(folder)
-        network = load_without_experts(folder, torch_dtype).to(request.device)
+        network = load_without_experts(folder, torch_dtype)
 
         def fill(store: HostStore) -> None:
             with loading_bar(progress) as report:
                 read_experts(checkpoint, placements, spec, store, report)
 
-        offload_experts(network, request, spec, plan, fill, started)
+        weights = request.take_weights(network, spec)
+        try:
+            network.to(request.device)
+            offload_experts(network, request, spec, plan, fill, started, weights)
+        except BaseException:
+            weights.close()
+            raise
     return network, tokenizer
 
 

@@ -24,6 +24,10 @@ from greenroom.experts.policies import Policy, make_policy
 from greenroom.experts.sizing import MemoryPlan, miss_expert_num, plan_memory
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier
+from greenroom.weights.base import NoWeightOffload, WeightOffloader
+from greenroom.weights.config import WeightOffloadConfig
+from greenroom.weights.make import make_weight_offloader
+from greenroom.weights.select import Selection, select
 
 logger = logging.getLogger(__name__)
 
@@ -38,30 +42,57 @@ class Request:
     policy: Policy
     isa: Isa
     device: torch.device
+    weights: WeightOffloadConfig
 
     @classmethod
     def check(cls, config: OffloadConfig) -> "Request":
         """
         Raises:
-            ConfigError: an unknown policy or instruction set, or a device that is not there.
+            ConfigError: an unknown policy or instruction set, a device that is not there, or options of weight offload
+                that contradict each other.
         """
+        weights = WeightOffloadConfig.choose(
+            config.weights_offload_backend,
+            config.weights_offload_group_size,
+            config.weights_offload_num_in_group,
+            config.weights_offload_prefetch_step,
+            config.weights_offload_params,
+        )
         policy = make_policy(config.policy, config.profile)
-        return cls(config, policy, Isa.parse(config.isa), choose_device(config.device))
+        return cls(config, policy, Isa.parse(config.isa), choose_device(config.device), weights)
 
     def plan(self, spec: ModelSpec) -> MemoryPlan:
         """
         Raises:
+            ConfigError: the weights to offload cannot be chosen so.
             MemoryLimitError: it does not fit.
         """
         on_gpu = self.device.type == "cuda"
+        selection = self.select(spec)
         return plan_memory(
             self.config,
             [layer.format for layer in spec.layers],
             [layer.num_experts for layer in spec.layers],
-            spec.other_bytes,
+            spec.other_bytes - selection.weight_bytes + selection.device_bytes,
             device_free=torch.cuda.mem_get_info(self.device)[0] if on_gpu else None,
             host_free=hardware.available_host_bytes(),
+            offloaded_bytes=selection.host_bytes,
         )
+
+    def select(self, spec: ModelSpec) -> Selection:
+        """Which weights that are not experts stay in host memory."""
+        return select(spec.weights, spec.decoder, self.weights)
+
+    def take_weights(self, model: PreTrainedModel, spec: ModelSpec) -> WeightOffloader:
+        """Takes those weights out of ``model``, which can then be moved to the device.
+
+        Raises:
+            ConfigError: the device has no such backend.
+            MemoryLimitError: no host memory for them, or it cannot be page-locked.
+        """
+        weights = make_weight_offloader(self.select(spec), self.device, self.config.pin_memory)
+        weights.take(model)
+        return weights
 
 
 class Companion(Protocol):
@@ -82,6 +113,7 @@ class Offload:
     manager: OffloadManager
     device: torch.device
     load_seconds: float
+    weights: WeightOffloader
     companions: list[Companion] = field(default_factory=list)
 
     def stats(self) -> OffloadStats:
@@ -99,6 +131,9 @@ class Offload:
             costs=self.manager.costs,
             layers=self.manager.counters.layers(),
             total=self.manager.counters.total(),
+            weights_offload=self.weights.selection.backend,
+            weights_host_bytes=self.weights.selection.host_bytes,
+            weights_device_bytes=self.weights.selection.device_bytes,
         )
 
     def close(self) -> None:
@@ -106,6 +141,7 @@ class Offload:
         for companion in self.companions:
             companion.close()
         self.manager.close()
+        self.weights.close()
         self.engine.close()
 
 
@@ -116,6 +152,7 @@ def offload_experts(
     plan: MemoryPlan,
     fill: Callable[[HostStore], None],
     started: float,
+    weights: WeightOffloader | None = None,
 ) -> Offload:
     """Builds store, engine, tier and manager, and attaches them to a model without experts.
 
@@ -123,9 +160,10 @@ def offload_experts(
         model: on ``request.device``, its experts replaced by ``RoutedExperts``.
         fill: writes all experts into the store.
         started: ``time.perf_counter()`` when loading began.
+        weights: what ``Request.take_weights`` returned; closed with the model.
 
     Raises:
-        GreenroomError: from ``fill`` or from allocation; nothing stays allocated.
+        GreenroomError: from ``fill`` or from allocation; nothing stays allocated but ``weights``.
     """
     config, device = request.config, request.device
     threads, cores = hardware.engine_cores(config.context_num_threads, beside_gpu=device.type == "cuda")
@@ -155,7 +193,9 @@ def offload_experts(
         # Models with other caches ask for sdpa by its name in places.
         if why_no_plain_cache(model) is None:
             use_decode_attention(model)
-    offload = Offload(spec, config, plan, engine, manager, device, time.perf_counter() - started)
+    weights = weights or NoWeightOffload()
+    weights.attach(model, model.get_submodule(spec.decoder))  # behind whatever tries modules out by themselves
+    offload = Offload(spec, config, plan, engine, manager, device, time.perf_counter() - started, weights)
     setattr(model, _ATTRIBUTE, offload)
     _compare_with_plan(offload)
     return offload

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from greenroom.experts.formats import ExpertFormat
+from greenroom.weights.select import WeightInfo
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,15 @@ class ModelSpec:
     Attributes:
         layers: in the order in which the model runs them.
         other_bytes: bytes of all parameters and buffers that are not routed experts.
+        weights: those parameters.
     """
 
     layers: tuple[ExpertLayerSpec, ...]
     other_bytes: int
     dtype: torch.dtype
+    weights: tuple[WeightInfo, ...] = ()
+
+    @property
+    def decoder(self) -> str:
+        """Name of the module whose forward runs the layers."""
+        return self.layers[0].name.partition("layers.")[0].rstrip(".")

@@ -74,7 +74,9 @@ class OffloadStats:
     """What is active and what it has done so far.
 
     host_bytes: the store. device_bytes: cache slots and miss buffers. load_seconds: from the call of
-    ``load`` until the model is ready. costs: the rates by which absent experts are split.
+    ``load`` until the model is ready. costs: the rates by which absent experts are split. weights_offload: the backend
+    that keeps other weights in host memory, "none" if nothing does; weights_host_bytes, weights_device_bytes: of the
+    memory that it holds there, and of its buffers.
     """
 
     policy: str
@@ -89,6 +91,9 @@ class OffloadStats:
     costs: CostModel
     layers: tuple[LayerCounters, ...]
     total: LayerCounters
+    weights_offload: str = "none"
+    weights_host_bytes: int = 0
+    weights_device_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

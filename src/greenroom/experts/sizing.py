@@ -22,10 +22,10 @@ class MemoryPlan:
 
     Attributes:
         num_slots: cache slots of each layer.
-        host_bytes: the store, and on a machine without a GPU all other weights.
+        host_bytes: the store, other weights that are offloaded, and on a machine without a GPU all weights.
         cache_bytes: cache slots on the device.
         buffer_bytes: the miss buffers on the device.
-        other_bytes: weights that are not experts, on the device.
+        other_bytes: weights that are not experts, on the device, and buffers for those that are offloaded.
     """
 
     num_slots: tuple[int, ...]
@@ -47,6 +47,7 @@ def plan_memory(
     other_bytes: int,
     device_free: int | None,
     host_free: int,
+    offloaded_bytes: int = 0,
 ) -> MemoryPlan:
     """Decides the number of cache slots and checks that everything fits.
 
@@ -55,6 +56,7 @@ def plan_memory(
         other_bytes: of weights that are not experts.
         device_free: bytes free on the GPU; None on a machine without one.
         host_free: bytes of host memory that can be allocated.
+        offloaded_bytes: of weights that are not experts but stay in host memory, not part of ``other_bytes``.
 
     Raises:
         MemoryLimitError: it does not fit; says what is needed and what there is.
@@ -68,7 +70,7 @@ def plan_memory(
     # Without a GPU nothing is ever streamed, and memory that is never written is never backed by pages.
     plan = MemoryPlan(
         num_slots,
-        host_bytes=store_bytes + (cache_bytes + other_bytes if on_host else 0),
+        host_bytes=store_bytes + offloaded_bytes + (cache_bytes + other_bytes if on_host else 0),
         cache_bytes=cache_bytes,
         buffer_bytes=0 if on_host else buffer_bytes,
         other_bytes=other_bytes,

@@ -1,0 +1,208 @@
+"""Weights that are not experts in host memory: logits and tokens equal those without, in every family."""
+
+import pytest
+import torch
+
+import greenroom
+from greenroom.engine import offload as offload_module
+from greenroom.engine.offload import offload_of
+from greenroom.errors import ConfigError, EngineError
+from greenroom.weights.prefetch import PrefetchOffload
+from tests.engine.offloaded import offloaded, random_ids, saved_family
+from tests.reference.families import FAMILIES
+from tests.weights.late_copies import LateCopies
+
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+LAYERS = 5
+SELECTIONS = {
+    "every layer, one buffer": {"group_size": 1},
+    "five layers, two buffers": {"group_size": 1, "prefetch_step": 2},
+    "five layers, three buffers": {"group_size": 1, "prefetch_step": 3},
+    "more buffers than layers": {"group_size": 1, "prefetch_step": 7},
+    "the last of each two": {"group_size": 2, "prefetch_step": 2},
+    "the last two of each three": {"group_size": 3, "num_in_group": 2, "prefetch_step": 2},
+    "attention": {"group_size": 1, "params": "self_attn", "prefetch_step": 2},
+    "the router": {"group_size": 1, "params": r"mlp\.gate"},
+}
+
+
+def knobs(**settings):
+    return {f"weights_offload_{name}": value for name, value in settings.items()}
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """On the CPU, copies at their worst; the list of them."""
+    made = []
+
+    def make(selection, device, pin_memory=True):
+        copies = LateCopies()
+        made.append(copies)
+        return PrefetchOffload(selection, device, copies)
+
+    monkeypatch.setattr(offload_module, "make_weight_offloader", make)
+    return made
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(ids.to(model.device)).logits.float().cpu()
+
+
+def greedy(model, ids, count=8):
+    out = model.generate(ids.to(model.device), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return out.cpu()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_itself_without(family, late):
+    """With garbage in a buffer from when its copy may begin until it is waited for."""
+    ids = random_ids(2, 7)
+    with saved_family(family) as (stock, folder):
+        expected, tokens = logits(stock, ids), greedy(stock, ids, 4)
+        patterns = [None, "attn|attention|mixer"]
+        for params in patterns:
+            chosen = knobs(group_size=1, params=params, prefetch_step=1)
+            with offloaded(folder, device="cpu", **chosen) as model:
+                torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-4)
+                assert (greedy(model, ids, 4) == tokens).all()
+                assert late[-1].started > 0
+                offload_of(model).weights.check()
+
+
+@pytest.fixture(scope="module")
+def five_layers(tmp_path_factory):
+    """A model of five layers, in float32 so that a GPU's sums may be compared with the CPU's."""
+    from transformers import Qwen3MoeForCausalLM
+
+    from tests.reference.tokenizer import make_tokenizer
+
+    folder = tmp_path_factory.mktemp("five")
+    config = FAMILIES["qwen3_moe"]()
+    config.num_hidden_layers = LAYERS
+    config.layer_types = None
+    torch.manual_seed(0)
+    stock = Qwen3MoeForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    stock.generation_config.eos_token_id = None
+    stock.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return stock, folder
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_every_selection_equals_stock(five_layers, name, device):
+    stock, folder = five_layers
+    ids = random_ids(2, 9)
+    with offloaded(folder, device=device, cache_expert_num=4, **knobs(**SELECTIONS[name])) as model:
+        for _ in range(3):
+            torch.testing.assert_close(logits(model, ids), logits(stock, ids), rtol=1e-4, atol=1e-4)
+        assert (greedy(model, ids) == greedy(stock, ids)).all()
+        offload = offload_of(model)
+        offload.weights.check()
+        stats = greenroom.stats(model)
+        selection = offload.weights.selection
+        assert stats.weights_offload == "prefetch"
+        assert stats.weights_host_bytes == selection.host_bytes > 0
+        assert stats.weights_device_bytes == selection.device_bytes
+        assert offload.plan.other_bytes == offload.spec.other_bytes - selection.weight_bytes + selection.device_bytes
+
+
+def test_a_failed_pass_and_a_closed_model(five_layers, late):
+    stock, folder = five_layers
+    ids = random_ids(1, 5)
+    with offloaded(folder, device="cpu", **knobs(group_size=1, prefetch_step=2)) as model:
+        broken = model.model.layers[3].mlp
+        forward, broken.forward = broken.forward, lambda *_: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            model(ids)
+        broken.forward = forward
+        offload_of(model).weights.check()
+        torch.testing.assert_close(logits(model, ids), logits(stock, ids), rtol=1e-4, atol=1e-4)
+        greenroom.close(model)
+        greenroom.close(model)
+        assert model.model.layers[0].self_attn.q_proj.weight.numel() == 0
+
+
+def test_moved_weights_are_refused(five_layers):
+    _, folder = five_layers
+    with offloaded(folder, device="cpu", **knobs(group_size=1)) as model:
+        model.to(torch.float64)
+        with pytest.raises(EngineError, match="moved or converted"):
+            model(random_ids(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"group_size": 9}, "no layer is offloaded"),
+        ({"backend": "uva"}, "the uva backend lets a GPU read host memory"),
+        ({"prefetch_step": 1}, "no effect without offloaded weights"),
+        ({"group_size": 1, "params": "experts"}, "experts do not count"),
+    ],
+)
+def test_refused_before_anything_is_loaded(five_layers, settings, sentence, monkeypatch):
+    _, folder = five_layers
+    with pytest.raises(ConfigError, match=sentence):
+        greenroom.load(folder, progress=False, device="cpu", **knobs(**settings))
+
+
+def test_without(five_layers):
+    _, folder = five_layers
+    with offloaded(folder, device="cpu") as model:
+        assert greenroom.stats(model).weights_offload == "none"
+        assert offload_of(model).weights.selection.units == ()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("settings", [{"backend": "uva"}, {"backend": "uva", "params": "embed_tokens|self_attn"}])
+def test_uva_equals_stock(five_layers, settings):
+    stock, folder = five_layers
+    ids = random_ids(2, 9)
+    with offloaded(folder, device="cuda", cache_expert_num=4, **knobs(**settings)) as model:
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        assert weight.is_cuda
+        assert weight.data_ptr() != 0
+        torch.testing.assert_close(logits(model, ids), logits(stock, ids), rtol=1e-4, atol=1e-4)
+        assert (greedy(model, ids) == greedy(stock, ids)).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_graph_replay_equals_none_over_50_steps(five_layers, name):
+    _decode_50_steps(five_layers, SELECTIONS[name])
+
+
+@pytest.mark.cuda
+def test_uva_in_a_graph_over_50_steps(five_layers):
+    _decode_50_steps(five_layers, {"backend": "uva"})
+
+
+def _decode_50_steps(five_layers, settings):
+    """Tokens of captured steps, with eager passes in between, some of which fail."""
+    from greenroom.engine.step_runner import StepRunner
+
+    _, folder = five_layers
+    ids = random_ids(2, 6).cuda()
+    expected, found = [], []
+    for tokens, chosen in ((expected, {}), (found, knobs(**settings))):
+        with offloaded(folder, device="cuda", cache_expert_num=4, **chosen) as model:
+            runner = StepRunner(model, 2, 64)
+            token = runner.prefill(ids).argmax(-1, keepdim=True)
+            for step in range(50):
+                tokens.append(token.cpu())
+                token = runner.step(token).argmax(-1, keepdim=True)
+                if step % 9 == 4:
+                    logits(model, random_ids(1, 5))
+                if step % 9 == 7:
+                    broken = model.model.layers[3].mlp
+                    own, broken.forward = broken.forward, lambda *_: 1 / 0
+                    with pytest.raises(ZeroDivisionError):
+                        logits(model, random_ids(1, 5))
+                    broken.forward = own
+            runner.close()
+    assert torch.equal(torch.cat(found, 1), torch.cat(expected, 1))
