@@ -117,6 +117,17 @@ def test_bytes_copied_in_a_pass():
 
 
 @torch.no_grad()
+def test_bytes_copied_are_those_that_the_selection_announces():
+    for units, step in [(5, 2), (5, 3), (7, 4), (4, 4), (6, 9)]:
+        _, model = pair(units)
+        copies = LateCopies()
+        offloader = offload(model, copies, prefetch_step=step)
+        copies.started = 0
+        model(torch.ones(1, WIDTH))
+        assert copies.started == offloader.selection.pass_bytes
+
+
+@torch.no_grad()
 def test_a_copy_starts_as_early_as_its_slot_is_free():
     """``prefetch_step`` units ahead, behind the part of the layer that reads the slot, not behind the whole layer."""
     _, model = pair(6)
@@ -176,6 +187,18 @@ def test_a_pass_that_ends_early_leaves_the_next_one_its_weights():
     for stop_after in (0, 2, 5, None, 3, None):
         stock.model.stop_after = model.model.stop_after = stop_after
         assert torch.equal(model(x), stock(x))
+        offloader.check()
+
+
+@torch.no_grad()
+def test_a_compiled_model():
+    """Its graph breaks around copies, so none moves across what it computes."""
+    stock, model = pair(5)
+    offloader = offload(model, LateCopies(), prefetch_step=2)
+    compiled = torch.compile(model, backend="eager")
+    for seed in range(3):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(compiled(x), stock(x))
         offloader.check()
 
 

@@ -49,6 +49,16 @@ def test_bytes():
     assert prefetch(prefetch_step=30).num_slots == 8
 
 
+@pytest.mark.parametrize(("step", "copied"), [(1, 8), (4, 8), (5, 6), (7, 2), (8, 0), (20, 0)])
+def test_bytes_of_a_pass(step, copied):
+    assert prefetch(prefetch_step=step).pass_bytes == copied * 1024
+
+
+def test_bytes_of_a_pass_read_in_place():
+    selection = select(layers(3), "model", WeightOffloadConfig("uva"))
+    assert selection.pass_bytes == selection.weight_bytes
+
+
 @pytest.mark.parametrize(
     ("params", "module", "count"),
     [

@@ -26,8 +26,9 @@ _CONTEXT = 64
 class ModelBenchmark:
     """One result. ``value`` is tokens a second over all sequences, the median of ``repeats``.
 
-    miss_bytes: expert bytes a step (or prefill) that had no slot, on average. bound: tokens a second if nothing took
-    time but those bytes, over both lanes at once with the rates in ``bound_from`` (GB/s); None without misses.
+    miss_bytes: expert bytes a step (or prefill) that had no slot, on average. weight_bytes: of other weights, offloaded
+    as ``weights_offload`` says, that cross to the device in each. bound: tokens a second if nothing took time but those
+    bytes, over both lanes at once with the rates in ``bound_from`` (GB/s); None without any.
     """
 
     bench: str
@@ -48,6 +49,8 @@ class ModelBenchmark:
     device: str
     gpu: str | None
     cpu: str
+    weights_offload: str
+    weight_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -153,7 +156,8 @@ class _Bench:
         blocks = [layer.format.block_bytes for layer in offload.spec.layers]
         miss_bytes = sum(c.misses * size for c, size in zip(layers, blocks, strict=True)) / (steps * repeats)
         total = offload.manager.counters.total()
-        bound, rates = _bound(offload, miss_bytes * steps, tokens)
+        selection = offload.weights.selection
+        bound, rates = _bound(offload, miss_bytes * steps, selection.pass_bytes * steps, tokens)
         on_gpu = offload.device.type == "cuda"
         return ModelBenchmark(
             **self._labels,
@@ -170,6 +174,8 @@ class _Bench:
             device=str(offload.device),
             gpu=torch.cuda.get_device_name(offload.device) if on_gpu else None,
             cpu=cpu_name(),
+            weights_offload=str(selection),
+            weight_bytes=selection.pass_bytes,
         )
 
     def _seconds(self, run: Any) -> float:
@@ -184,12 +190,22 @@ class _Bench:
             torch.cuda.synchronize(self.model.device)
 
 
-def _bound(offload: Offload, miss_bytes: float, tokens: int) -> tuple[float | None, dict[str, float]]:
-    """Tokens a second if only the missing bytes took time, and the rates it was computed from."""
+def _bound(
+    offload: Offload, miss_bytes: float, weight_bytes: float, tokens: int
+) -> tuple[float | None, dict[str, float]]:
+    """Tokens a second if only the missing bytes took time, and the rates it was computed from.
+
+    Experts take either lane, other weights only that to the device.
+    """
     rates = measure_bandwidth(offload.engine.threads)
     on_gpu = offload.device.type == "cuda"
     lanes = {"cpu": rates.cpu_together or rates.cpu} | ({"copy": rates.copy_together or 0.0} if on_gpu else {})
-    return (tokens / (miss_bytes / (sum(lanes.values()) * 1e9)) if miss_bytes else None), lanes
+    if not on_gpu:
+        weight_bytes = 0.0
+    seconds = (miss_bytes + weight_bytes) / (sum(lanes.values()) * 1e9)
+    if weight_bytes:
+        seconds = max(seconds, weight_bytes / (lanes["copy"] * 1e9))
+    return (tokens / seconds if seconds else None), lanes
 
 
 def _require_positive(**values: int) -> None:

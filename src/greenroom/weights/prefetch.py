@@ -76,14 +76,19 @@ class PrefetchOffload(WeightOffloader):
         self._settle()
 
     def attach(self, model: nn.Module, decoder: nn.Module) -> None:
-        """Adds hooks to the units' modules and the decoder."""
+        """Adds hooks to the units' modules and the decoder.
+
+        A compiler does not look into them: it breaks its graph there, so that copies stay between what was before
+        and behind them.
+        """
+        opaque = torch.compiler.disable
         for number, unit in enumerate(self.selection.units):
             module = _called(model, unit.module)
             turn = _Turn(self, number)
-            self._hooks.append(module.register_forward_pre_hook(turn.before))
-            self._hooks.append(module.register_forward_hook(turn.after))
-        self._hooks.append(decoder.register_forward_pre_hook(self._open))
-        self._hooks.append(decoder.register_forward_hook(self._end, always_call=True))
+            self._hooks.append(module.register_forward_pre_hook(opaque(turn.before)))
+            self._hooks.append(module.register_forward_hook(opaque(turn.after)))
+        self._hooks.append(decoder.register_forward_pre_hook(opaque(self._open)))
+        self._hooks.append(decoder.register_forward_hook(opaque(self._end), always_call=True))
 
     def close(self) -> None:
         """Removes the hooks and frees the memory."""

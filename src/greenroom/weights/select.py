@@ -89,6 +89,14 @@ class Selection:
         """Of all buffers on the device."""
         return self.num_slots * self.slot_bytes
 
+    @property
+    def pass_bytes(self) -> int:
+        """That cross to the device in a pass: a unit with a buffer to itself stays there, all others are copied."""
+        if self.backend == "uva":
+            return self.weight_bytes
+        staying = range(max(0, len(self.units) - self.num_slots), self.num_slots)
+        return sum(unit.nbytes for number, unit in enumerate(self.units) if number not in staying)
+
     def __str__(self) -> str:
         if not self.units:
             return "none"
