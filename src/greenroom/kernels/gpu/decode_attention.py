@@ -14,6 +14,35 @@ _MOST_STRETCHES = 32
 
 
 @triton.jit
+def attend_block(asked, keys, values, seen, scale, largest, total, sums, WIDEN: tl.constexpr):
+    """Adds a stretch of keys to a running softmax. At least one of them is seen, or ``largest`` is finite.
+
+    Args:
+        asked: [queries, D]; keys: [D, n]; values: [n, Dv]; seen: bool [n].
+        scale: factor on products.
+        largest, total: float32 [queries]: of products so far, and the sum of weights beside it.
+        sums: float32 [queries, Dv], weighted values.
+
+    Returns:
+        largest, total, sums.
+    """
+    if WIDEN:
+        products = tl.dot(asked.to(tl.float32), keys.to(tl.float32), input_precision="ieee")
+    else:
+        products = tl.dot(asked, keys, input_precision="ieee")
+    products = tl.where(seen[None, :], products * scale, float("-inf"))
+    larger = tl.maximum(largest, tl.max(products, axis=1))
+    weight = tl.exp(products - larger[:, None])
+    shrink = tl.exp(largest - larger)
+    total = total * shrink + tl.sum(weight, axis=1)
+    if WIDEN:
+        added = tl.dot(weight, values.to(tl.float32), input_precision="ieee")
+    else:
+        added = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+    return larger, total, sums * shrink[:, None] + added
+
+
+@triton.jit
 def attend_kernel(
     partial,
     stats,
@@ -78,21 +107,7 @@ def attend_kernel(
                 mask=seen[:, None] & (value_dim < VALUE_DIM)[None, :],
                 other=0.0,
             )
-            if WIDEN:
-                products = tl.dot(asked.to(tl.float32), keys.to(tl.float32), input_precision="ieee")
-            else:
-                products = tl.dot(asked, keys, input_precision="ieee")
-            products = tl.where(seen[None, :], products * scale, float("-inf"))
-            larger = tl.maximum(largest, tl.max(products, axis=1))
-            weight = tl.exp(products - larger[:, None])
-            shrink = tl.exp(largest - larger)
-            total = total * shrink + tl.sum(weight, axis=1)
-            if WIDEN:
-                added = tl.dot(weight, values.to(tl.float32), input_precision="ieee")
-            else:
-                added = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
-            sums = sums * shrink[:, None] + added
-            largest = larger
+            largest, total, sums = attend_block(asked, keys, values, seen, scale, largest, total, sums, WIDEN)
     row = ((batch * tl.num_programs(1) + head) * STRETCHES + stretch) * GROUP + member
     tl.store(
         partial + row[:, None] * VALUE_DIM + value_dim[None, :],
@@ -108,13 +123,21 @@ def merge_kernel(
     out,
     partial,
     stats,
+    sinks,
+    key_heads,
     STRETCHES: tl.constexpr,
     STRETCHES_POW2: tl.constexpr,
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_POW2: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """Grid (batch * key heads, GROUP). out: written: [batch, key heads * GROUP, VALUE_DIM]."""
+    """Grid (batch * key heads, GROUP).
+
+    Args:
+        out: written: [batch, key heads * GROUP, VALUE_DIM].
+        sinks: [key heads * GROUP], logits of a place without a value, if SINKS.
+    """
     head, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
     stretch = tl.arange(0, STRETCHES_POW2)
     dim = tl.arange(0, VALUE_DIM_POW2)
@@ -122,12 +145,19 @@ def merge_kernel(
     row = (head * STRETCHES + stretch) * GROUP + member
     largest = tl.load(stats + row * 2, mask=real, other=float("-inf"))
     total = tl.load(stats + row * 2 + 1, mask=real, other=0.0)
+    most = tl.max(largest, axis=0)
+    if SINKS:
+        sink = tl.load(sinks + head % key_heads * GROUP + member).to(tl.float32)
+        most = tl.maximum(most, sink)
     # Stretches that saw nothing have no maximum and no weight.
-    factor = tl.where(total > 0, tl.exp(largest - tl.max(largest, axis=0)), 0.0)
+    factor = tl.where(total > 0, tl.exp(largest - most), 0.0)
     sums = tl.load(
         partial + row[:, None] * VALUE_DIM + dim[None, :], mask=real[:, None] & (dim < VALUE_DIM)[None, :], other=0.0
     )
-    merged = tl.sum(sums * factor[:, None], axis=0) / tl.sum(total * factor, axis=0)
+    weights = tl.sum(total * factor, axis=0)
+    if SINKS:
+        weights += tl.exp(sink - most)
+    merged = tl.sum(sums * factor[:, None], axis=0) / weights
     tl.store(out + (head * GROUP + member) * VALUE_DIM + dim, merged.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
 
 
@@ -185,10 +215,13 @@ def decode_attention(
         out,
         partial,
         stats,
+        out,
+        key_heads,
         STRETCHES=stretches,
         STRETCHES_POW2=triton.next_power_of_2(stretches),
         GROUP=group,
         VALUE_DIM=value_dim,
         VALUE_DIM_POW2=triton.next_power_of_2(value_dim),
+        SINKS=False,
     )
     return out

@@ -1,0 +1,1 @@
+"""Batches of several sequences over a KV cache made of blocks."""

@@ -1,0 +1,68 @@
+"""ExclusiveRunner: one sequence at a time, for models whose cache is more than keys and values of all tokens."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from greenroom.engine.batch import SequenceChunk
+from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.offload import offload_of
+from greenroom.engine.paged.packing import Limits, check_chunks
+from greenroom.errors import ConfigError, EngineError
+
+
+class ExclusiveRunner:
+    """A ``BatchRunner`` over transformers' own cache. Block ids say how long a sequence may become, and nothing else.
+
+    Attributes:
+        block_size, num_blocks, max_sequences, max_tokens: see ``BatchRunner``; ``max_sequences`` is 1.
+        max_context: tokens of the sequence at most.
+    """
+
+    def __init__(self, model: PreTrainedModel, limits: Limits) -> None:
+        """``model``: offloaded."""
+        self.block_size = limits.block_size
+        self.num_blocks = limits.num_blocks
+        self.max_sequences = limits.max_sequences
+        self.max_tokens = limits.max_tokens
+        self.max_context = limits.max_context
+        self._limits = limits
+        self._model: PreTrainedModel | None = model
+        self._device = offload_of(model).device
+        self._cache_name = cache_argument(model)
+        self._cache: DynamicCache | None = None
+        self._length = 0  # tokens in the cache
+
+    @torch.no_grad()
+    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        """See ``BatchRunner``.
+
+        Raises:
+            ConfigError: more than one chunk, too long, or one that continues another sequence than the last one.
+            EngineError: the runner is closed, or the pass failed: the sequence is lost.
+        """
+        if self._model is None:
+            raise EngineError("the runner is closed")
+        check_chunks(chunks, self._limits)
+        (chunk,) = chunks
+        if chunk.start == 0:
+            self._cache, self._length = DynamicCache(config=self._model.config), 0
+        if self._cache is None or chunk.start != self._length:
+            raise ConfigError(
+                f"{type(self._model).__name__} continues one sequence, at token {self._length if self._cache else 0}, "
+                f"not at {chunk.start}; start others at 0"
+            )
+        cache, self._cache = self._cache, None  # lost unless it goes well
+        logits: torch.Tensor = self._model(
+            input_ids=torch.tensor([list(chunk.token_ids)], device=self._device),
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_name: cache},
+        ).logits[:, -1]
+        self._cache, self._length = cache, chunk.start + len(chunk.token_ids)
+        return logits
+
+    def close(self) -> None:
+        """See ``BatchRunner``."""
+        self._cache = self._model = None

@@ -1,0 +1,58 @@
+"""Which runner a model takes."""
+
+from transformers import PreTrainedModel
+
+from greenroom.engine.batch import BatchRunner
+from greenroom.engine.cache_argument import why_no_plain_cache
+from greenroom.engine.paged.cache import block_bytes, kv_shapes
+from greenroom.engine.paged.exclusive import ExclusiveRunner
+from greenroom.engine.paged.packing import Limits
+from greenroom.engine.paged.runner import PagedRunner
+from greenroom.errors import ConfigError, MemoryLimitError
+
+
+def make_runner(
+    model: PreTrainedModel,
+    *,
+    max_tokens: int,
+    max_context: int,
+    kv_bytes: int | None = None,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    max_sequences: int = 32,
+) -> BatchRunner:
+    """A runner for an offloaded model, which has to stay open as long as the runner.
+
+    Args:
+        max_tokens: that one call takes.
+        max_context: tokens of one sequence, at most.
+        kv_bytes: of the KV cache; or else
+        num_blocks: of it. A model whose cache is not made of blocks needs neither.
+        block_size: tokens a block.
+        max_sequences: that one call takes; 1 if the model's cache is not made of blocks.
+
+    Raises:
+        ConfigError: numbers that make no sense together.
+        MemoryLimitError: not even one sequence of ``max_context`` tokens fits.
+    """
+    if min(max_tokens, max_context, block_size, max_sequences) < 1:
+        raise ConfigError("max_tokens, max_context, block_size and max_sequences are at least 1")
+    needed = -(-max_context // block_size)
+    vocabulary = model.config.get_text_config().vocab_size
+    if why_no_plain_cache(model) is not None:
+        return ExclusiveRunner(model, Limits(block_size, needed, 1, max_tokens, max_context, vocabulary))
+    shapes = kv_shapes(model)
+    if (kv_bytes is None) == (num_blocks is None):
+        raise ConfigError("give either kv_bytes or num_blocks")
+    size = block_bytes(shapes, block_size)
+    if num_blocks is None:
+        assert kv_bytes is not None
+        num_blocks = kv_bytes // size - 1  # one is for padding
+    if num_blocks < needed:
+        raise MemoryLimitError(
+            f"a sequence of {max_context} tokens needs {(needed + 1) * size} bytes of KV cache, "
+            f"{max(0, num_blocks + 1) * size} are there; allow more, or shorter sequences"
+        )
+    return PagedRunner(
+        model, shapes, Limits(block_size, num_blocks, max_sequences, max_tokens, max_context, vocabulary)
+    )
