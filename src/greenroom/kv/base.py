@@ -1,0 +1,61 @@
+"""What a scheduler asks of a second home of KV blocks: copies to it and back, while the model runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from greenroom.kv.prefix import BlockKey
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Ids of jobs that have ended since the last poll. Each job is reported once.
+
+    done: their blocks hold what they should, for all device work enqueued from now on.
+    failed: nothing may be said of the blocks that they were to write, on either side.
+    """
+
+    done: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+
+
+class KVOffload(Protocol):
+    """Copies full KV blocks from the device to a larger memory and back.
+
+    Called by one thread; blocks in ``wait`` and ``close`` alone.
+
+    A device block belongs to its job from ``start_*`` until ``poll`` reports the job: the caller holds a reference
+    meanwhile, so nobody else writes it, and nobody reads a block that is being loaded.
+    """
+
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the first keys in a row could be loaded now. They count as used."""
+
+    def start_load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int:
+        """Begins to copy ``keys`` into the device's blocks, behind all device work enqueued so far.
+
+        Args:
+            keys: what ``lookup`` has just promised, no call in between.
+            block_ids: one for each.
+
+        Returns:
+            The job's id.
+        """
+
+    def start_store(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int | None:
+        """Begins to copy the device's blocks, as they are once the device work enqueued so far has ended.
+
+        Keys that are there already are not copied again; where room lacks, only some may be kept.
+
+        Returns:
+            The job's id, or None if nothing is copied: then no reference is needed.
+        """
+
+    def poll(self) -> Transfers:
+        """Jobs that have ended."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns once a job has ended that ``poll`` has not reported, or after ``timeout_s`` seconds."""
+
+    def close(self) -> None:
+        """Waits for what is under way and frees everything. Idempotent."""
