@@ -21,6 +21,7 @@ import triton
 
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.mailbox import Mailboxes
+from greenroom.experts.sizing import count_fetch_slots
 from greenroom.experts.store import HostStore
 from greenroom.kernels.gpu.combine import combine_kernel
 from greenroom.kernels.gpu.dispatch import dispatch_kernel
@@ -29,18 +30,8 @@ from greenroom.kernels.gpu.fetch import fetch_kernel
 from greenroom.kernels.gpu.stream_wait import CPU_LIMIT_S, wait_until_one
 from greenroom.kernels.gpu.tiling import choose_tilings
 
-_FETCH_BYTES = 512 << 20
-"""Of a fetch buffer at most, unless one expert is larger. Experts beyond it are read where they lie, slower."""
-
-_MOST_FETCH_SLOTS = 32
-
 _FETCH_STRETCH, _FETCH_BLOCK = 1 << 14, 1 << 12
 """Words of 4 bytes: what one program of the fetch kernel copies, and in what steps."""
-
-
-def count_fetch_slots(block_bytes: int, entries: int) -> int:
-    """Experts that a fetch buffer holds."""
-    return max(1, min(_FETCH_BYTES // block_bytes, _MOST_FETCH_SLOTS, entries))
 
 
 class DecodePath:

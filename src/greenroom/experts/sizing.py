@@ -15,6 +15,12 @@ RESERVED_BYTES = 1 << 30
 
 GIB = 2**30
 
+_FETCH_BYTES = 512 << 20
+"""Of a decode path's fetch buffer at most, unless one expert is larger. Experts beyond it are read where they lie,
+slower."""
+
+_MOST_FETCH_SLOTS = 32
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -26,6 +32,7 @@ class MemoryPlan:
         cache_bytes: cache slots on the device.
         buffer_bytes: the miss buffers on the device.
         other_bytes: weights that are not experts, on the device, and buffers for those that are offloaded.
+        reserved_bytes: kept free on the device for KV cache and activations.
     """
 
     num_slots: tuple[int, ...]
@@ -33,6 +40,7 @@ class MemoryPlan:
     cache_bytes: int
     buffer_bytes: int
     other_bytes: int
+    reserved_bytes: int
 
     @property
     def device_bytes(self) -> int:
@@ -48,6 +56,7 @@ def plan_memory(
     device_free: int | None,
     host_free: int,
     offloaded_bytes: int = 0,
+    reserved_bytes: int | None = None,
 ) -> MemoryPlan:
     """Decides the number of cache slots and checks that everything fits.
 
@@ -57,12 +66,18 @@ def plan_memory(
         device_free: bytes free on the GPU; None on a machine without one.
         host_free: bytes of host memory that can be allocated.
         offloaded_bytes: of weights that are not experts but stay in host memory, not part of ``other_bytes``.
+        reserved_bytes: that KV cache and activations will need (on the host, without a GPU). None: not known; then a
+            share of the device's memory is kept, unless the number of slots or ``vram`` is given.
 
     Raises:
         MemoryLimitError: it does not fit; says what is needed and what there is.
     """
     buffer_bytes = NUM_BUFFERS * miss_expert_num(config, num_experts) * max(fmt.block_bytes for fmt in formats)
-    wanted = _slots_wanted(config, formats, other_bytes, buffer_bytes, device_free)
+    if reserved_bytes is None:
+        reserved = 0 if device_free is None else max(RESERVED_BYTES, int(device_free * RESERVED_SHARE))
+    else:
+        reserved = reserved_bytes
+    wanted = _slots_wanted(config, formats, other_bytes + reserved, buffer_bytes, device_free)
     num_slots = tuple(min(wanted, count) for count in num_experts)
     cache_bytes = sum(n * fmt.block_bytes for n, fmt in zip(num_slots, formats, strict=True))
     store_bytes = sum(n * fmt.block_bytes for n, fmt in zip(num_experts, formats, strict=True))
@@ -70,12 +85,13 @@ def plan_memory(
     # Without a GPU nothing is ever streamed, and memory that is never written is never backed by pages.
     plan = MemoryPlan(
         num_slots,
-        host_bytes=store_bytes + offloaded_bytes + (cache_bytes + other_bytes if on_host else 0),
+        host_bytes=store_bytes + offloaded_bytes + (cache_bytes + other_bytes + reserved if on_host else 0),
         cache_bytes=cache_bytes,
         buffer_bytes=0 if on_host else buffer_bytes,
         other_bytes=other_bytes,
+        reserved_bytes=reserved,
     )
-    _check(plan, device_free, host_free)
+    _check(plan, device_free, host_free, needs_reserve=reserved_bytes is not None)
     return plan
 
 
@@ -88,10 +104,20 @@ def miss_expert_num(config: OffloadConfig, num_experts: list[int]) -> int:
     return config.miss_expert_num or max(1, min(16, max(num_experts) // 8))
 
 
+def count_fetch_slots(block_bytes: int, entries: int) -> int:
+    """Experts that the fetch buffer of a decode path holds.
+
+    Args:
+        block_bytes: of the largest expert.
+        entries: different experts that a step can need in a layer.
+    """
+    return max(1, min(_FETCH_BYTES // block_bytes, _MOST_FETCH_SLOTS, entries))
+
+
 def _slots_wanted(
     config: OffloadConfig,
     formats: list[ExpertFormat],
-    other_bytes: int,
+    taken_bytes: int,
     buffer_bytes: int,
     device_free: int | None,
 ) -> int:
@@ -109,19 +135,34 @@ def _slots_wanted(
         return budget // slot_bytes
     if device_free is None:
         return 0
-    reserved = max(RESERVED_BYTES, int(device_free * RESERVED_SHARE))
-    return max(0, (device_free - reserved - other_bytes - buffer_bytes) // slot_bytes)
+    return max(0, (device_free - taken_bytes - buffer_bytes) // slot_bytes)
 
 
-def _check(plan: MemoryPlan, device_free: int | None, host_free: int) -> None:
+def _check(plan: MemoryPlan, device_free: int | None, host_free: int, needs_reserve: bool) -> None:
     if plan.host_bytes > host_free:
         raise MemoryLimitError(
             f"not enough host memory: the weights need {plan.host_bytes / GIB:.2f} GiB and "
             f"{host_free / GIB:.2f} GiB are available; free memory, raise the container's limit, or use a smaller model"
         )
-    if device_free is not None and plan.device_bytes > device_free:
+    reserved = plan.reserved_bytes if needs_reserve else 0
+    if device_free is not None and plan.device_bytes + reserved > device_free:
+        parts = [
+            f"{plan.other_bytes / GIB:.2f} GiB of weights",
+            f"{plan.cache_bytes / GIB:.2f} GiB of cache slots",
+            f"{plan.buffer_bytes / GIB:.2f} GiB of miss buffers",
+        ]
+        if reserved:
+            parts.append(f"{reserved / GIB:.2f} GiB for KV cache and activations")
         raise MemoryLimitError(
-            f"not enough device memory: {plan.other_bytes / GIB:.2f} GiB of weights, {plan.cache_bytes / GIB:.2f} GiB "
-            f"of cache slots and {plan.buffer_bytes / GIB:.2f} GiB of miss buffers exceed the {device_free / GIB:.2f} "
-            "GiB that are free; give a smaller cache_expert_num or vram"
+            f"not enough device memory: {', '.join(parts[:-1])} and {parts[-1]} exceed the {device_free / GIB:.2f} GiB "
+            f"that are free; {_remedy(plan, reserved, device_free)}"
         )
+
+
+def _remedy(plan: MemoryPlan, reserved: int, device_free: int) -> str:
+    """What to change so that the device's part fits."""
+    if plan.cache_bytes and plan.device_bytes - plan.cache_bytes + reserved <= device_free:
+        return "give a smaller cache_expert_num or vram"
+    if reserved:
+        return "give less context or concurrency, or keep weights in host memory with weights_offload_group_size"
+    return "keep weights in host memory with weights_offload_group_size, or give a smaller miss_expert_num"
