@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from greenroom.kernels.gpu.publish import publish
+
 PARTS = tl.constexpr(16)
 """An expert's parts, in which the split between PCIe and CPU is counted."""
 
@@ -149,12 +151,9 @@ def dispatch_kernel(
             element = first + tl.arange(0, COPY_BLOCK)
             inside = element < count_rows * HIDDEN
             tl.store(box_hidden + element, tl.load(hidden + element, mask=inside), mask=inside)
-        # All threads' payload lies before the one that raises the flag: barrier, then release.
-        tl.debug_barrier()
-        tl.atomic_xchg(box_request, count_rows, sem="release", scope="sys")
+        publish(box_request, count_rows, TIMED)
     else:
         # Nobody else will answer this layer's wait.
-        tl.debug_barrier()
-        tl.atomic_xchg(box_done, 1, sem="release", scope="sys")
+        publish(box_done, 1, TIMED)
     if TIMED:
         tl.store(spans, globaltimer())
