@@ -19,7 +19,7 @@ from tests.reference.families import make_model
 
 pytest.importorskip("triton")
 
-from greenroom.engine import step_runner
+from greenroom.engine import hostless_steps
 from greenroom.engine.step_runner import StepRunner
 from greenroom.experts import decode_path
 from greenroom.kernels.gpu.tiling import Tiling
@@ -245,7 +245,7 @@ def test_a_runner_that_cannot_be_prepared(mixtral, monkeypatch):
             raise Broken("no memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(step_runner, "DecodePath", broken)
+            patch.setattr(hostless_steps, "DecodePath", broken)
             with pytest.raises(Broken):
                 runner.prefill(random_ids(1, 4).to(DEVICE))
         with pytest.raises(EngineError, match="could not be prepared: no memory"):

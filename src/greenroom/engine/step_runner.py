@@ -3,24 +3,15 @@
 On a CPU device, or with ``graph=False``, the same work is done eagerly.
 """
 
-import time
-
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from greenroom.engine.attach import RoutedExperts
 from greenroom.engine.cache_argument import cache_argument, why_no_plain_cache
 from greenroom.engine.fusion import use_decode_attention
+from greenroom.engine.hostless_steps import BUCKETS, WARM_UP_STEPS, HostlessSteps, bucket_for
 from greenroom.engine.offload import offload_of
 from greenroom.errors import ConfigError, EngineError
-from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.decode_steps import DecodeSteps
-from greenroom.experts.mailbox import Mailboxes
-
-BUCKETS = (1, 2, 4, 8, 16, 32)
-"""Sequences that a step is made for; a batch takes the next larger one, its last rows are padding."""
-
-_WARM_UP_STEPS = 2
 
 
 class StepRunner:
@@ -56,14 +47,13 @@ class StepRunner:
         self._model = model
         self._offload = offload_of(model)
         self._device = self._offload.device
-        self._bucket = next(size for size in BUCKETS if size >= rows)
+        self._bucket = bucket_for(rows)
         self._watchdog_s = watchdog_s
         self._cache_name = cache_argument(model)
         use_decode_attention(model)
         self._use_graph = graph and self._device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._steps: DecodeSteps | None = None
-        self._mailboxes: Mailboxes | None = None
+        self._hostless: HostlessSteps | None = None
         self._unusable: str | None = None
         self._length: int | None = None  # tokens in the KV cache; None while there is nothing to continue
         self._cache: StaticCache | None = StaticCache(config=model.config, max_cache_len=max_length)
@@ -79,14 +69,12 @@ class StepRunner:
     @property
     def prepared(self) -> bool:
         """Whether ``prepare`` has been done."""
-        return self._steps is not None
+        return self._hostless is not None
 
     @property
     def steps(self) -> DecodeSteps:
         """The experts' side of the steps; there once the runner is prepared."""
-        if self._steps is None:
-            raise EngineError(self._unusable or "the runner has not been prepared; call prefill first")
-        return self._steps
+        return self._prepared().steps
 
     @torch.no_grad()
     def prefill(self, prompts: torch.Tensor, *, prepare: bool = True) -> torch.Tensor:
@@ -167,19 +155,16 @@ class StepRunner:
 
     def flush(self) -> None:
         """Counts the last step, which is otherwise done while the next one runs."""
-        if self._steps is not None and self.usable:
-            self._steps.flush()
+        if self._hostless is not None:
+            self._hostless.flush()
 
     def close(self) -> None:
         """Frees the graph, the KV cache and the mailboxes. Idempotent."""
         if self._unusable is None:
             self._unusable = "the runner is closed"
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._graph = self._logits = self._cache = self._length = None
-        if self._mailboxes is not None:
-            self._mailboxes.close()
-        self._steps = self._mailboxes = None
+        if self._hostless is not None:
+            self._hostless.close()
+        self._graph = self._logits = self._cache = self._length = self._hostless = None
 
     def _check_usable(self) -> None:
         if self._unusable is not None:
@@ -214,81 +199,48 @@ class StepRunner:
 
     def _prepare(self) -> None:
         """Builds the experts' path, compiles its kernels by running them, then captures a step."""
-        manager, experts, length = self._offload.manager, self._first_experts(), self._check_can_step()
-        assert experts.top_k is not None
-        pin = self._device.type == "cuda"
-        self._mailboxes = Mailboxes(self._offload.engine, manager.store, self._bucket, experts.top_k, pin)
-        slot_of = manager.tier.device_map(manager.cache.slot_of)
-        path = DecodePath(manager.store, manager.tier.slots, slot_of, self._mailboxes, self._bucket, experts.top_k)
-        path.wait_limit_s = self._watchdog_s
-        self._steps = DecodeSteps(manager, path, self._mailboxes)
+        length = self._check_can_step()
+        self._hostless = HostlessSteps(self._model, self._bucket, self._watchdog_s)
         if not self._use_graph:
             return
         ids = self._ids.clone()
-        for _ in range(_WARM_UP_STEPS):
+        for _ in range(WARM_UP_STEPS):
             self._run_step(learn=False)
             self._set_length(length)
-        self._graph = self._capture()
+        self._graph = self._hostless.capture(self._forward)
         self._set_length(length)
         self._ids.copy_(ids)
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._forward()
-        return graph
-
     def _run_step(self, learn: bool = True) -> None:
-        steps, length = self.steps, self._check_can_step()
-        steps.begin(self.rows)
-        self._length = None  # until it has gone well
+        hostless, length = self._prepared(), self._check_can_step()
+        enqueue = self._graph.replay if self._graph is not None else hostless.hostless(self._forward)
+
+        def work() -> None:
+            self._length = None  # until it has gone well
+            enqueue()
+
         try:
-            if self._graph is not None:
-                self._graph.replay()
-            else:
-                self._forward()
-            steps.enqueued()
-            self._wait()
-        except BaseException as error:
-            self._unusable = f"the runner was given up: {error!r}"
-            where = steps.abandon()
-            if isinstance(error, TimeoutError):
-                late = f"{where} within {self._watchdog_s:g} s"
-                self._unusable = f"the runner was given up: {late}"
-                raise EngineError(late) from error
+            hostless.run(work, self.rows, learn)
+        except BaseException:
+            self._unusable = hostless.given_up
             raise
-        steps.finish(learn)
         self._length = length + 1
+
+    def _prepared(self) -> HostlessSteps:
+        if self._hostless is None:
+            raise EngineError(self._unusable or "the runner has not been prepared; call prefill first")
+        return self._hostless
 
     def _forward(self) -> None:
         """One step on the device, from ``_ids`` and ``_positions`` to ``_logits`` and the next ``_ids``."""
-        with self._offload.manager.without_host(self.steps.path.run):
-            logits = self._model(
-                input_ids=self._ids,
-                position_ids=self._positions,
-                use_cache=True,
-                **{self._cache_name: self._cache},
-            ).logits[:, -1]
+        logits = self._model(
+            input_ids=self._ids,
+            position_ids=self._positions,
+            use_cache=True,
+            **{self._cache_name: self._cache},
+        ).logits[:, -1]
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)
         self._ids.copy_(logits.argmax(-1, keepdim=True))
         self._positions.add_(1)
-
-    def _wait(self) -> None:
-        """Until the device has done what was enqueued.
-
-        Raises:
-            TimeoutError: it takes too long.
-        """
-        if self._device.type != "cuda":
-            return
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        deadline = time.monotonic() + self._watchdog_s
-        while not event.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError
-
-    def _first_experts(self) -> RoutedExperts:
-        return next(module for module in self._model.modules() if isinstance(module, RoutedExperts))
