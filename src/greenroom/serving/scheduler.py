@@ -1,0 +1,249 @@
+"""Scheduler: which tokens of which requests the next pass computes, and in which KV blocks."""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from greenroom.engine.batch import SequenceChunk
+from greenroom.errors import ConfigError
+from greenroom.kv.base import KVOffload
+from greenroom.kv.blocks import BlockPool
+from greenroom.kv.prefix import block_keys
+from greenroom.serving.budget import share_tokens
+from greenroom.serving.sequence import Sequence
+from greenroom.serving.transfers import BlockTransfers
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A chunk of a pass. ``samples``: it ends with the sequence's last token, so another one can be chosen."""
+
+    sequence: Sequence
+    chunk: SequenceChunk
+    samples: bool
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What the runner takes. max_tokens: of one pass. reuse: blocks of one request may serve another."""
+
+    block_size: int
+    num_blocks: int
+    max_sequences: int
+    max_tokens: int
+    reuse: bool
+
+
+class Scheduler:
+    """Requests wait, are admitted in the order of arrival, run together, and end. One thread.
+
+    A request is admitted when a seat is free and the blocks suffice for its tokens and for what the running ones
+    have still to compute. When blocks run out all the same, as outputs grow, the youngest running request gives
+    up its blocks and waits again; they stay cached as long as nobody needs them. The oldest one never does, so
+    something always proceeds.
+
+    ``plan``, the pass, ``passed`` (or ``finish`` of those that failed with it), ``append`` or ``finish`` for
+    every sequence that sampled: in this order.
+
+    Attributes:
+        pool: the blocks. Sequences and transfers hold references.
+        waiting, running: in order of arrival. loading: their keys and values come from host memory.
+        preemptions, loaded_tokens: counts.
+    """
+
+    def __init__(self, limits: SchedulerLimits, offload: KVOffload | None = None) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.loaded_tokens = 0
+        self._transfers = BlockTransfers(self.pool, offload if limits.reuse else None)
+
+    @property
+    def loading(self) -> list[Sequence]:
+        return self._transfers.loading
+
+    @property
+    def transferring(self) -> bool:
+        """Whether jobs are under way, whose end may let something proceed."""
+        return self._transfers.busy
+
+    def add(self, sequence: Sequence, max_length: int) -> None:
+        """
+        Args:
+            max_length: tokens that it may ever have.
+
+        Raises:
+            ConfigError: not even alone would it fit.
+        """
+        capacity = self.limits.num_blocks * self.limits.block_size
+        if max_length > capacity:
+            raise ConfigError(f"{max_length} tokens do not fit the KV cache of {capacity}; ask for fewer")
+        insort(self.waiting, sequence, key=_order)
+
+    def plan(self) -> list[Planned]:
+        """Admits, and decides on the next pass; nothing if there is nothing to compute at the moment."""
+        self._take_loaded()
+        self._admit()
+        shares = share_tokens([sequence.pending for sequence in self.running], self.limits.max_tokens)
+        planned = []
+        for sequence, share in [*zip(self.running, shares, strict=True)]:
+            # Older sequences take the blocks of younger ones, which come later in this loop or not at all.
+            if sequence in self.running and share and self._make_room(sequence, sequence.computed + share):
+                planned.append(_planned(sequence, share))
+        return planned
+
+    def passed(self, planned: list[Planned]) -> None:
+        """The pass went well: what it computed is there, and full blocks may serve others."""
+        for item in planned:
+            item.sequence.computed += len(item.chunk.token_ids)
+            if self.limits.reuse:
+                self._register(item.sequence)
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """A running sequence goes on with ``token``."""
+        sequence.tokens.append(token)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence has ended, whatever its state: it gives back everything. Idempotent."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self._transfers.forget(sequence)
+
+    def check(self) -> None:
+        """
+        Raises:
+            AssertionError: the scheduler contradicts itself, or a block is leaked or shared while it is written.
+        """
+        self.pool.check()
+        size = self.limits.block_size
+        references: dict[int, int] = {}
+        for sequence in [*self.running, *self.loading]:
+            assert len(set(sequence.blocks)) == len(sequence.blocks)
+            assert sequence.computed <= len(sequence.blocks) * size
+            assert sequence.computed <= len(sequence.tokens)
+            for block in sequence.blocks:
+                references[block] = references.get(block, 0) + 1
+            for block in sequence.blocks[sequence.computed // size :]:
+                assert self.pool.references(block) == 1, "a block that is written has one owner"
+        for block in self._transfers.held():
+            references[block] = references.get(block, 0) + 1
+        for block in range(self.limits.num_blocks):
+            assert self.pool.references(block) == references.get(block, 0)
+        assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
+        seated = [*self.running, *self.loading]
+        assert len(seated) <= self.limits.max_sequences
+        orders = [sequence.order for sequence in [*sorted(seated, key=_order), *self.waiting]]
+        assert orders == sorted(set(orders))
+        assert [*self.running] == sorted(self.running, key=_order)
+
+    def _take_loaded(self) -> None:
+        for sequence, arrived in self._transfers.poll():
+            if arrived:
+                size = self.limits.block_size
+                sequence.computed = len(sequence.blocks) * size
+                self.loaded_tokens += sequence.computed - sequence.registered * size
+                self._register(sequence)
+            else:  # what was found on the device is good
+                lost = sequence.blocks[sequence.registered :]
+                del sequence.blocks[sequence.registered :]
+                self.pool.release(lost)
+            self._note_cached(sequence)
+            insort(self.running, sequence, key=_order)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) + len(self.loading) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            found, keys = self._find(sequence)
+            self.pool.acquire(found)
+            if not self._has_room(sequence, len(found)):
+                self.pool.release(found)
+                return
+            self.waiting.pop(0)
+            sequence.blocks, sequence.registered = found, len(found)
+            sequence.computed = len(found) * self.limits.block_size
+            if not self._transfers.load(sequence, keys):
+                self._note_cached(sequence)
+                insort(self.running, sequence, key=_order)
+
+    def _find(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
+        """Blocks on the device that begin the sequence, and the keys behind them that host memory may have.
+
+        The last token is always computed again: its logits choose the next one.
+        """
+        if not self.limits.reuse:
+            return [], []
+        size = self.limits.block_size
+        sequence.keys = block_keys(sequence.tokens, size, sequence.keys)
+        keys = sequence.keys[: (len(sequence.tokens) - 1) // size]
+        found = self.pool.lookup(keys)
+        return found, keys[len(found) :]
+
+    def _has_room(self, newcomer: Sequence, found: int) -> bool:
+        """Whether the newcomer's tokens fit beside what was promised, with a block more for each of the others."""
+        seated = [*self.running, *self.loading]
+        promised = sum(max(0, self._blocks_of(len(other.tokens) + 1) - len(other.blocks)) for other in seated)
+        needed = self._blocks_of(len(newcomer.tokens)) - found
+        return self.pool.available >= needed + promised + len(seated)
+
+    def _make_room(self, sequence: Sequence, length: int) -> bool:
+        """Gives the sequence blocks for ``length`` tokens; the youngest lose theirs if need be.
+
+        Returns:
+            False if it has to wait, or was the youngest itself.
+        """
+        needed = self._blocks_of(length) - len(sequence.blocks)
+        if needed <= 0:
+            return True
+        while (blocks := self.pool.allocate(needed)) is None:
+            victim = self.running[-1]
+            if self.loading or (victim is sequence and self.transferring):
+                return False  # the end of a transfer gives back blocks, or a younger victim
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += blocks
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=_order)
+        self.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = sequence.registered = 0
+
+    def _register(self, sequence: Sequence) -> None:
+        """Names the blocks that have become full, and offers them to host memory."""
+        full = sequence.computed // self.limits.block_size
+        if full <= sequence.registered:
+            return
+        sequence.keys = block_keys(sequence.tokens, self.limits.block_size, sequence.keys)
+        new = range(sequence.registered, full)
+        sequence.registered = full
+        mine = [index for index in new if self.pool.register(sequence.blocks[index], sequence.keys[index])]
+        self._transfers.store([sequence.keys[i] for i in mine], [sequence.blocks[i] for i in mine])
+
+    def _note_cached(self, sequence: Sequence) -> None:
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+
+def _planned(sequence: Sequence, count: int) -> Planned:
+    start, end = sequence.computed, sequence.computed + count
+    chunk = SequenceChunk(sequence.tokens[start:end], start, tuple(sequence.blocks))
+    return Planned(sequence, chunk, end == len(sequence.tokens))
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order

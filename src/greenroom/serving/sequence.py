@@ -1,0 +1,38 @@
+"""A request as the scheduler sees it: tokens, and blocks for their keys and values."""
+
+from dataclasses import dataclass, field
+
+from greenroom.kv.prefix import BlockKey
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Prompt and output of one request, and how far the model has come. The scheduler alone writes it.
+
+    Attributes:
+        order: of arrival. Lower ones go first, higher ones give up their blocks first.
+        tokens: prompt and output so far.
+        prompt_tokens: length of the prompt.
+        computed: tokens whose keys and values are in ``blocks``.
+        blocks: KV blocks, in order; the sequence has a reference to each.
+        keys: names of the first full blocks of ``tokens``.
+        registered: of ``blocks``, those at the front that have been registered or found under their keys.
+        cached_tokens: of the prompt, those found when it was first admitted; None before that.
+    """
+
+    order: int
+    tokens: list[int]
+    prompt_tokens: int = 0
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+    registered: int = 0
+    cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the model must still see before it can choose another one."""
+        return len(self.tokens) - self.computed
