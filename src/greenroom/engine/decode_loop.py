@@ -44,6 +44,11 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
     attention = model.config._attn_implementation
     if attention not in _ATTENTION:
         return f"decode graphs need sdpa attention, not {attention}"
+    return why_host_needed(model)
+
+
+def why_host_needed(model: PreTrainedModel) -> str | None:
+    """None if the host has nothing to compute between layers, whatever attention does, otherwise why it has."""
     kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}
     if moving := sorted(kind for kind in kinds if "dynamic" in kind or "longrope" in kind):
         return f"the host recomputes rotary frequencies ({moving[0]}) between steps"

@@ -1,14 +1,18 @@
 """Which runner a model takes."""
 
+import logging
+
 from transformers import PreTrainedModel
 
 from greenroom.engine.batch import BatchRunner
-from greenroom.engine.cache_argument import why_no_plain_cache
-from greenroom.engine.paged.cache import block_bytes, kv_shapes
+from greenroom.engine.paged.cache import block_bytes
 from greenroom.engine.paged.exclusive import ExclusiveRunner
 from greenroom.engine.paged.packing import Limits
+from greenroom.engine.paged.probe import probe
 from greenroom.engine.paged.runner import PagedRunner
 from greenroom.errors import ConfigError, MemoryLimitError
+
+logger = logging.getLogger(__name__)
 
 
 def make_runner(
@@ -39,12 +43,13 @@ def make_runner(
         raise ConfigError("max_tokens, max_context, block_size and max_sequences are at least 1")
     needed = -(-max_context // block_size)
     vocabulary = model.config.get_text_config().vocab_size
-    if why_no_plain_cache(model) is not None:
+    kept = probe(model)
+    if isinstance(kept, str):
+        logger.info("one sequence at a time: %s", kept)
         return ExclusiveRunner(model, Limits(block_size, needed, 1, max_tokens, max_context, vocabulary))
-    shapes = kv_shapes(model)
     if (kv_bytes is None) == (num_blocks is None):
         raise ConfigError("give either kv_bytes or num_blocks")
-    size = block_bytes(shapes, block_size)
+    size = block_bytes(kept.shapes, block_size)
     if num_blocks is None:
         assert kv_bytes is not None
         num_blocks = kv_bytes // size - 1  # one is for padding
@@ -53,6 +58,4 @@ def make_runner(
             f"a sequence of {max_context} tokens needs {(needed + 1) * size} bytes of KV cache, "
             f"{max(0, num_blocks + 1) * size} are there; allow more, or shorter sequences"
         )
-    return PagedRunner(
-        model, shapes, Limits(block_size, num_blocks, max_sequences, max_tokens, max_context, vocabulary)
-    )
+    return PagedRunner(model, kept, Limits(block_size, num_blocks, max_sequences, max_tokens, max_context, vocabulary))

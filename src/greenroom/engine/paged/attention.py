@@ -1,7 +1,8 @@
 """Attention over packed sequences whose keys and values are in blocks, as a function that transformers calls."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,16 +17,19 @@ from greenroom.engine.paged.packing import Span
 PAGED = "greenroom_paged"
 """Name in transformers' registries."""
 
+_PART = 128
+"""Queries whose masks are made at once."""
+
 
 @contextmanager
-def attends_to_blocks(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, ``model`` attends through ``paged_attention`` and makes no masks."""
-    AttentionInterface.register(PAGED, paged_attention)
-    AttentionMaskInterface.register(PAGED, _no_mask)
+def attends_through(model: PreTrainedModel, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """Inside, ``model`` attends through ``function``, which transformers knows by ``name``, and makes no masks."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, _no_mask)
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, config._attn_implementation) for config in configs.values()]
     for config, _ in before:
-        config._attn_implementation = PAGED
+        config._attn_implementation = name
     try:
         yield
     finally:
@@ -42,6 +46,8 @@ def paged_attention(
     *,
     paged: PagedBatch,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_others: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' interface.
@@ -50,6 +56,8 @@ def paged_attention(
         query: [1, Hq, T, D], the batch's tokens.
         key, value: [1, Hk, S, D or Dv]: what ``PagedCache.update`` returned.
         paged: describes the batch.
+        sliding_window: only so many of the last tokens are seen, the token itself included.
+        s_aux: [Hq], attention sinks: logits of a place that takes weight and adds nothing.
 
     Returns:
         [1, T, Hq, Dv], None.
@@ -59,20 +67,21 @@ def paged_attention(
     if paged.singles:
         singles = query[:, :, : paged.singles]
         if paged.single_keys is None:
-            from greenroom.kernels.gpu.paged_attention import paged_decode_attention
+            from greenroom.kernels.gpu.paged_attention import paged_decode_attention  # needs triton
 
             assert isinstance(module.layer_idx, int)
             layer = paged.cache.layers[module.layer_idx]
             assert isinstance(layer, PagedLayer)
-            result = paged_decode_attention(
-                singles, layer.keys, layer.values, paged.tables, paged.lengths, paged.cache.block_size, scale
-            )
+            place = (paged.tables, paged.lengths, paged.cache.block_size)
+            result = paged_decode_attention(singles, layer.keys, layer.values, *place, scale, sliding_window, s_aux)
         else:
-            result = attend_singles(singles, key, value, paged.single_keys, paged.lengths, scale)
+            places = (paged.single_keys, paged.lengths)
+            result = attend_singles(singles, key, value, *places, scale, sliding_window, s_aux)
         out[:, : paged.singles] = result
     for span in paged.spans:
         queries = slice(span.query_start, span.query_start + span.query_num)
-        out[:, queries] = attend_span(query[:, :, queries], key, value, span, scale).transpose(1, 2)
+        result = attend_span(query[:, :, queries], key, value, span, scale, sliding_window, s_aux)
+        out[:, queries] = result.transpose(1, 2)
     return out, None
 
 
@@ -83,6 +92,8 @@ def attend_singles(
     places: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each sequence over the sequence's keys, all sequences in one call.
 
@@ -97,12 +108,25 @@ def attend_singles(
     # Query heads that share a key head are rows of one query.
     asked = query[0].transpose(0, 1).reshape(rows, key_heads, heads // key_heads, -1)
     keys, values = (tensor[0][:, places].transpose(0, 1) for tensor in (key, value))
-    seen = torch.arange(places.shape[1], device=lengths.device) < lengths[:, None]
-    result = scaled_dot_product_attention(asked, keys, values, attn_mask=seen[:, None, None], scale=scale)
+    position = torch.arange(places.shape[1], device=lengths.device)
+    seen = position < lengths[:, None]
+    if window is not None:
+        seen &= position >= lengths[:, None] - window
+    if sinks is not None:
+        sinks = sinks.view(1, key_heads, heads // key_heads)
+    result = _attend(asked, keys, values, seen[:, None, None], scale, sinks)
     return result.reshape(1, rows, heads, -1)
 
 
-def attend_span(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, scale: float) -> torch.Tensor:
+def attend_span(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: Span,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The new tokens of one sequence over all of it, each up to itself.
 
     Args:
@@ -113,13 +137,70 @@ def attend_span(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spa
     """
     keys = slice(span.key_start, span.key_start + span.key_num)
     key, value = key[:, :, keys], value[:, :, keys]
-    grouped = query.shape[1] != key.shape[1]
-    result: torch.Tensor
-    if span.query_num == span.key_num:
-        result = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    else:
-        bias = causal_lower_right(span.query_num, span.key_num)
-        result = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    if sinks is None and (window is None or window >= span.key_num):
+        grouped = query.shape[1] != key.shape[1]
+        if span.query_num == span.key_num:
+            causal: dict[str, Any] = {"is_causal": True}
+        else:
+            causal = {"attn_mask": causal_lower_right(span.query_num, span.key_num)}
+        result: torch.Tensor = scaled_dot_product_attention(
+            query, key, value, scale=scale, enable_gqa=grouped, **causal
+        )
+        return result
+    return torch.cat(
+        [
+            _attend_masked(part, key, value, span.key_num - span.query_num + first, scale, window, sinks)
+            for first, part in zip(range(0, span.query_num, _PART), query.split(_PART, 2), strict=True)
+        ],
+        dim=2,
+    )
+
+
+def _attend_masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Some tokens of one sequence, the first one at ``start``, over those keys that they see."""
+    heads, key_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
+    end = start + tokens
+    lowest = 0 if window is None else max(0, start + 1 - window)
+    key, value = (t[:, :, lowest:end].repeat_interleave(heads // key_heads, 1) for t in (key, value))
+    own = torch.arange(start, end, device=query.device)[:, None]
+    other = torch.arange(lowest, end, device=query.device)
+    seen = other <= own
+    if window is not None:
+        seen &= other > own - window
+    if sinks is not None:
+        sinks = sinks.view(1, heads, 1)
+    return _attend(query, key, value, seen[None, None], scale, sinks)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """
+    Args:
+        query: [B, H, T, D]; key, value: [B, H, S, D or Dv]; seen: bool, broadcasts to [B, H, T, S].
+        sinks: of each query, broadcasts to [B, H, T].
+    """
+    mask = seen
+    if sinks is not None:
+        # A sink is a key whose product is its logit, with a value of zeros.
+        key, value = (torch.cat([t, t.new_zeros(*t.shape[:2], 1, t.shape[3])], 2) for t in (key, value))
+        shape = (*query.shape[:3], seen.shape[-1])
+        hidden = torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~seen, float("-inf"))
+        mask = torch.cat([hidden, sinks.to(query.dtype).expand(query.shape[:3])[..., None]], -1)
+    result: torch.Tensor = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return result
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from greenroom.engine.cache_argument import cache_argument
-from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.packing import Packing, Span
 
 
@@ -56,22 +54,6 @@ class PagedBatch:
 def block_bytes(shapes: Sequence[KvShape], block_size: int) -> int:
     """Bytes of one block in all layers."""
     return block_size * sum(shape.token_bytes for shape in shapes)
-
-
-@torch.no_grad()
-def kv_shapes(model: PreTrainedModel) -> list[KvShape]:
-    """What each layer of an offloaded model keeps of a token, found by running one past the experts."""
-    offload = offload_of(model)
-    cache = DynamicCache(config=model.config)
-    ids = torch.zeros(1, 1, dtype=torch.long, device=offload.device)
-    with offload.manager.without_host(lambda _layer, hidden, _ids, _weights: hidden):
-        model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
-    return [
-        KvShape(
-            layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[1], layer.values.shape[3], layer.keys.dtype
-        )
-        for layer in cache.layers
-    ]
 
 
 class PagedLayer(CacheLayerMixin):

@@ -1,34 +1,52 @@
 """PagedRunner: forward passes over chunks of several sequences, whose keys and values are in blocks."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.decode_loop import why_host_needed
 from greenroom.engine.offload import offload_of
-from greenroom.engine.paged.attention import attends_to_blocks
-from greenroom.engine.paged.cache import KvShape, PagedCache
+from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
+from greenroom.engine.paged.cache import PagedCache
 from greenroom.engine.paged.packing import Limits, Packing, check_chunks, pack
+from greenroom.engine.paged.probe import PagedModel
 from greenroom.errors import EngineError
+
+if TYPE_CHECKING:
+    from greenroom.engine.paged.decode import DecodeBuckets
 
 
 class PagedRunner:
     """A ``BatchRunner`` for models that remember keys and values alone.
 
     All chunks of a call are packed behind one another into one batch row, so that each expert is read once for all.
+    On a GPU, calls of one token a sequence are CUDA graphs; their statistics are learnt while the next one runs.
 
     Attributes:
         block_size, num_blocks, max_sequences, max_tokens: see ``BatchRunner``.
         max_context: tokens of one sequence at most.
+        eager_because: why calls of one token a sequence are no graphs; None if they are.
     """
 
-    def __init__(self, model: PreTrainedModel, shapes: Sequence[KvShape], limits: Limits) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kept: PagedModel,
+        limits: Limits,
+        *,
+        decode_path: bool | None = None,
+        watchdog_s: float = 30.0,
+    ) -> None:
         """
         Args:
             model: offloaded.
-            shapes: what each of its layers keeps of a token.
+            kept: what each of its layers keeps of a token, from ``probe``.
+            decode_path: calls of one token a sequence take the path without the host. None: on a GPU alone.
+            watchdog_s: seconds after which such a call that has not ended (on a CPU device: a layer) is given up.
         """
         self.block_size = limits.block_size
         self.num_blocks = limits.num_blocks
@@ -39,7 +57,34 @@ class PagedRunner:
         self._model = model
         self._device = offload_of(model).device
         self._cache_name = cache_argument(model)
-        self._cache: PagedCache | None = PagedCache(shapes, limits.num_blocks, limits.block_size, self._device)
+        # Attention that gets something else than what is cached cannot read it from blocks.
+        self._by_kernel = self._device.type == "cuda" and not kept.expanded
+        self._cache: PagedCache | None = PagedCache(kept.shapes, limits.num_blocks, limits.block_size, self._device)
+        self._decode: DecodeBuckets | None = None
+        self.eager_because = self._why_eager(kept)
+        if decode_path if decode_path is not None else self.eager_because is None:
+            # Needs triton, which GPU builds of torch bring.
+            from greenroom.engine.paged import decode
+
+            self._decode = decode.DecodeBuckets(
+                model,
+                self._cache,
+                limits.max_sequences,
+                limits.max_context,
+                graph=self._device.type == "cuda",
+                watchdog_s=watchdog_s,
+            )
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Captures every graph now, instead of when it is first needed: seconds in all.
+
+        Raises:
+            EngineError: the runner is closed, or a pass failed.
+        """
+        self._open_cache()
+        if self._decode is not None:
+            self._decode.prepare()
 
     @torch.no_grad()
     def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
@@ -47,21 +92,43 @@ class PagedRunner:
 
         Raises:
             ConfigError: the chunks are not what the runner takes.
-            EngineError: the runner is closed, or the pass failed.
+            EngineError: the runner is closed or was given up, or the pass failed.
         """
-        if self._cache is None:
-            raise EngineError("the runner is closed")
+        cache = self._open_cache()
         check_chunks(chunks, self._limits)
-        return self._run_layer_by_layer(pack(chunks, self.block_size), self._cache)
+        packing = pack(chunks, self.block_size)
+        if self._decode is not None and self._decode.takes(packing):
+            return self._decode.run(packing)
+        self.flush()
+        return self._run_layer_by_layer(packing, cache)
+
+    def flush(self) -> None:
+        """Counts the last call, if that has not been done."""
+        if self._decode is not None:
+            self._decode.hostless.flush()
 
     def close(self) -> None:
         """See ``BatchRunner``."""
-        self._cache = None
+        if self._decode is not None:
+            self._decode.close()
+        self._cache = self._decode = None
+
+    def _open_cache(self) -> PagedCache:
+        if self._cache is None:
+            raise EngineError("the runner is closed")
+        return self._cache
+
+    def _why_eager(self, kept: PagedModel) -> str | None:
+        if self._device.type != "cuda":
+            return "the model runs on the CPU, which has no graphs"
+        if kept.expanded:
+            return f"attention of {type(self._model).__name__} expands what is cached"
+        return why_host_needed(self._model)
 
     def _run_layer_by_layer(self, packing: Packing, cache: PagedCache) -> torch.Tensor:
         device = self._device
-        cache.batch = cache.describe(packing, kernel=False)
-        with attends_to_blocks(self._model):
+        cache.batch = cache.describe(packing, self._by_kernel)
+        with attends_through(self._model, PAGED, paged_attention):
             output = self._model(
                 input_ids=torch.from_numpy(packing.ids).to(device)[None],
                 position_ids=torch.from_numpy(packing.positions).to(device)[None],

@@ -70,7 +70,8 @@ def paged_attend_kernel(
     largest = tl.full((GROUP_POW2,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_POW2,), tl.float32)
     sums = tl.zeros((GROUP_POW2, VALUE_DIM_POW2), tl.float32)
-    for first in range((lowest // STRETCH + turn) * STRETCH, length, STRETCHES * STRETCH):
+    first = (lowest // STRETCH + turn) * STRETCH
+    while first < length:
         position = first + tl.arange(0, STRETCH)
         # At least one token of every stretch is seen: the first one reaches beyond ``lowest``, all begin below length.
         seen = (position < length) & (position >= lowest)
@@ -83,6 +84,7 @@ def paged_attend_kernel(
             other=0.0,
         )
         largest, total, sums = attend_block(asked, keys, values, seen, scale, largest, total, sums, WIDEN)
+        first += STRETCHES * STRETCH
     out = ((row * key_heads + head) * STRETCHES + turn) * GROUP + member
     tl.store(
         partial + out[:, None] * VALUE_DIM + value_dim[None, :],
