@@ -1,0 +1,55 @@
+"""Copies the runs of KV blocks from one place to another, both by address: device memory, or page-locked host memory.
+
+A few programs walk over all pieces: enough bytes are under way to fill PCIe, and most of the GPU stays free for the
+model.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_copy_kernel(
+    source_runs,
+    source_pitches,
+    target_runs,
+    target_pitches,
+    sizes,
+    source_blocks,
+    target_blocks,
+    block_num,
+    run_num,
+    longest,
+    WORD_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Any grid of one dimension.
+
+    Args:
+        source_runs, target_runs: int64 [runs], addresses of block 0's runs.
+        source_pitches, target_pitches: int64 [runs], bytes from a block's run to the next block's.
+        sizes: int64 [runs], bytes.
+        source_blocks, target_blocks: int64 [blocks], which to copy to which.
+        longest: of the sizes.
+        WORD_BYTES: 8, 4, 2 or 1; divides every address, pitch and size.
+        BLOCK: words that a program moves at a time.
+    """
+    if WORD_BYTES == 8:
+        pointer: tl.constexpr = tl.pointer_type(tl.int64)
+    elif WORD_BYTES == 4:
+        pointer: tl.constexpr = tl.pointer_type(tl.int32)
+    elif WORD_BYTES == 2:
+        pointer: tl.constexpr = tl.pointer_type(tl.int16)
+    else:
+        pointer: tl.constexpr = tl.pointer_type(tl.int8)
+    chunk_num = tl.cdiv(longest, WORD_BYTES * BLOCK)
+    for piece in range(tl.program_id(0), block_num * run_num * chunk_num, tl.num_programs(0)):
+        unit = piece // chunk_num
+        word = (piece % chunk_num) * BLOCK + tl.arange(0, BLOCK)
+        run = unit % run_num
+        block = unit // run_num
+        inside = word < tl.load(sizes + run) // WORD_BYTES
+        source = tl.load(source_runs + run) + tl.load(source_blocks + block) * tl.load(source_pitches + run)
+        target = tl.load(target_runs + run) + tl.load(target_blocks + block) * tl.load(target_pitches + run)
+        words = tl.load(source.to(pointer) + word, mask=inside)
+        tl.store(target.to(pointer) + word, words, mask=inside)

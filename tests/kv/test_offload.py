@@ -1,0 +1,168 @@
+"""HostKVOffload on a CPU device, against the bytes that were stored."""
+
+import numpy as np
+import pytest
+import torch
+
+from greenroom.errors import ConfigError
+from greenroom.kv.base import Transfers
+from greenroom.kv.config import KVOffloadConfig
+from greenroom.kv.copies import BlockCopies
+from greenroom.kv.offload import HostKVOffload
+from greenroom.kv.prefix import block_keys
+
+BLOCKS, SIZE = 12, 4
+
+
+def device_tensors(seed: int = 0) -> list[torch.Tensor]:
+    """Two layers of different widths and types."""
+    torch.manual_seed(seed)
+    return [
+        torch.randn(BLOCKS, SIZE, 2, 8),
+        torch.randn(BLOCKS, SIZE, 2, 6),
+        torch.randn(BLOCKS, SIZE, 10).to(torch.bfloat16),
+    ]
+
+
+def host_size(tensors: list[torch.Tensor], blocks: int) -> int:
+    return blocks * sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+
+
+def settle(offload: HostKVOffload) -> Transfers:
+    """Everything that ends until nothing is under way."""
+    done: list[int] = []
+    failed: list[int] = []
+    while offload._tickets:
+        offload.wait(10)
+        ended = offload.poll()
+        done += ended.done
+        failed += ended.failed
+        offload.check()
+    return Transfers(tuple(done), tuple(failed))
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_blocks_come_back_as_they_were(policy: str, factor: int) -> None:
+    tensors = device_tensors()
+    before = [tensor.clone() for tensor in tensors]
+    keys = block_keys(range(7 * SIZE), SIZE)
+    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 9), factor, policy), tensors)
+    try:
+        stored = [3, 0, 7, 11, 5, 1, 2]
+        job = offload.start_store(keys, stored)
+        assert job is not None
+        assert offload.lookup(keys) == 0  # not before it is there
+        assert settle(offload) == Transfers((job,))
+        whole = len(keys) // factor * factor
+        assert offload.lookup(keys) == whole
+        for tensor in tensors:
+            tensor.fill_(-1)
+        # The device has the first block; the rest begins inside a host block.
+        targets = [9, 8, 7, 6, 5, 4][: whole - 1]
+        assert offload.lookup(keys[1:]) == whole - 1
+        load = offload.start_load(keys[1:whole], targets)
+        assert settle(offload) == Transfers((load,))
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(tensor[targets], old[stored[1:whole]])
+            untouched = sorted(set(range(BLOCKS)) - set(targets))
+            assert torch.equal(tensor[untouched], torch.full_like(tensor[untouched], -1))
+        stats = offload.stats()
+        assert (stats.store.blocks, stats.load.blocks) == (whole, whole - 1)
+        assert stats.load.nbytes == host_size(tensors, whole - 1)
+        assert (stats.queried_blocks, stats.hit_blocks) == (2 * len(keys) + len(keys) - 1, 2 * whole - 1)
+        assert offload.start_store(keys, stored) is None  # all of it is there
+    finally:
+        offload.close()
+
+
+def test_failed_jobs_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = device_tensors()
+    keys = block_keys(range(3 * SIZE), SIZE)
+    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 3)), tensors)
+    try:
+        broken = Broken(offload._worker._copies)
+        monkeypatch.setattr(offload._worker, "_copies", broken)
+        job = offload.start_store(keys, [0, 1, 2])
+        assert settle(offload) == Transfers(failed=(job,))
+        assert offload.lookup(keys) == 0
+        assert offload.stats().host_blocks_used == 0
+        broken.works = True
+        settle_store(offload, keys)
+        broken.works = False
+        load = offload.start_load(keys, [3, 4, 5])
+        assert settle(offload) == Transfers(failed=(load,))
+        assert offload.lookup(keys) == 3  # the copy on the host is as good as before
+        stats = offload.stats()
+        assert (stats.store.jobs, stats.store.failed, stats.store.blocks) == (2, 1, 3)
+        assert (stats.load.jobs, stats.load.failed, stats.load.nbytes) == (1, 1, 0)
+    finally:
+        offload.close()
+
+
+def test_nothing_that_is_under_way_is_evicted() -> None:
+    tensors = device_tensors()
+    first, second = block_keys(range(2 * SIZE), SIZE), block_keys(range(100, 100 + 2 * SIZE), SIZE)
+    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 3)), tensors)
+    try:
+        job = offload.start_store(first, [0, 1])
+        assert offload.start_store(second, [2, 3]) is None  # one place, and nothing may leave
+        assert offload.stats().refused_stores == 1
+        assert settle(offload).done == (job,)
+        load = offload.start_load(first, [4, 5])
+        assert offload.start_store(second, [2, 3]) is None
+        assert settle(offload).done == (load,)
+        settle_store(offload, second)
+        assert (offload.lookup(second), offload.lookup(first)) == (2, 1)
+        assert offload.stats().evictions == 1
+    finally:
+        offload.close()
+
+
+def test_only_what_was_looked_up_can_be_loaded() -> None:
+    tensors = device_tensors()
+    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 3)), tensors)
+    try:
+        with pytest.raises(ValueError, match="only 0 are in host memory"):
+            offload.start_load(block_keys(range(SIZE), SIZE), [0])
+        with pytest.raises(ValueError, match="need as many blocks"):
+            offload.start_store(block_keys(range(SIZE), SIZE), [0, 1])
+    finally:
+        offload.close()
+        offload.close()
+    assert offload.poll() == Transfers()
+    offload.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"size": 10}, "does not hold one block"),
+        ({"size": "1MB", "block_factor": 0}, "at least 1"),
+        ({"size": "1MB", "policy": "fifo"}, "one of lru, arc"),
+        ({"size": 0}, "some host memory"),
+        ({"size": "much"}, "is not a size"),
+    ],
+)
+def test_bad_configurations_are_refused(change: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        HostKVOffload(KVOffloadConfig(**change), device_tensors())
+
+
+def settle_store(offload: HostKVOffload, keys: list[bytes]) -> None:
+    job = offload.start_store(keys, list(range(len(keys))))
+    assert settle(offload).done == (job,)
+
+
+class Broken:
+    """Copies half of the first block and fails, unless ``works``."""
+
+    def __init__(self, copies: BlockCopies) -> None:
+        self.copies = copies
+        self.works = False
+
+    def start(self, direction: object, blocks: np.ndarray, parts: np.ndarray) -> object:
+        if self.works:
+            return self.copies.start(direction, blocks, parts)
+        self.copies.start(direction, blocks[:1], parts[:1])
+        raise RuntimeError("broken")
