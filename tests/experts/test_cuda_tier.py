@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from greenroom import hardware
+from greenroom.errors import EngineError
 from greenroom.experts.admission import count_pairs
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts, Isa, Ticket
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
 from greenroom.experts.dispatch import CostModel
@@ -34,10 +35,11 @@ def make_format(dtype: torch.dtype = torch.float32, **changes) -> ExpertFormat:
 
 
 class SlowEngine(CpuExperts):
-    """Starts some jobs late, so that whoever forgets to wait reads the result of the job before."""
+    """Starts some jobs late and ends some late, so that whoever forgets to wait reads the result of the job before."""
 
     def submit(self, *args, **kwargs):
         time.sleep(random.choice([0, 0, 0.002]))
+        self.throttle(random.choice([1.0, 1.0, 200.0]))
         return super().submit(*args, **kwargs)
 
 
@@ -195,7 +197,7 @@ def test_the_compute_path_never_waits_for_the_device():
 
 def test_an_error_of_the_engine_reaches_the_caller_and_the_next_step_runs():
     with running(2, ALL_ON_CPU, make_format()) as manager:
-        real, manager.tier._engine.submit = manager.tier._engine.submit, lambda *args: 1 / 0
+        real, manager.tier._engine.submit = manager.tier._engine.submit, lambda *args, **named: 1 / 0
         with pytest.raises(ZeroDivisionError), manager.step():
             run_layer(manager, 0, 2, 3)
         manager.tier._engine.submit = real
@@ -223,3 +225,26 @@ def test_costs_are_measured():
         assert costs.cpu_flops_per_s > 1e9
         with manager.step():
             run_layer(manager, 0, 3, 4)
+
+
+@pytest.mark.parametrize("layers", [1, 2], ids=["at the end of the step", "at the next layer"])
+def test_a_failed_job_surfaces_within_its_step(layers, monkeypatch):
+    """The device is let go on by the engine; the host hears of the failure where it settles the job."""
+    with running(2, ALL_ON_CPU, make_format()) as manager:
+        real = Ticket.wait
+
+        def failing(ticket):
+            real(ticket)
+            raise EngineError("no memory")
+
+        monkeypatch.setattr(Ticket, "wait", failing)
+        hidden, ids = torch.randn(2, 64).cuda(), routing(2, 3).cuda()
+        with pytest.raises(EngineError, match="no memory"), manager.step():
+            for layer in range(layers):
+                manager.layers[layer].forward(hidden, ids, torch.rand(2, 3).cuda())
+        monkeypatch.undo()
+        for _ in range(3):
+            with manager.step():
+                for layer in range(LAYERS):
+                    run_layer(manager, layer, 2, 3)
+        check_slots(manager)

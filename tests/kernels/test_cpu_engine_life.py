@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from greenroom.errors import ConfigError, EngineError
-from greenroom.experts.cpu import CpuExperts, Isa, supported_isas
+from greenroom.experts.cpu import CpuExperts, Ending, Isa, supported_isas
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from tests.kernels.batches import SILU, Batch, Engines
 from tests.reference.native_threads import engine_tasks
@@ -198,6 +198,30 @@ def test_close_finishes_submitted_jobs() -> None:
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         engine.submit(*args, outs[0])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_device_is_told_of_the_end_behind_the_output(threads: int) -> None:
+    batch = Batch(ExpertFormat(256, 128, torch.bfloat16, SILU), 8, 4, 64, seed=0)
+    words, busy_ns = torch.zeros(16, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    seen = words.numpy()
+    with CpuExperts(threads) as engine:
+        expected = batch.run(engine)
+        out = torch.empty_like(expected)
+        for value in [*range(1, 200), 2**31 - 1]:
+            out.fill_(math.nan)
+            busy_ns.zero_()
+            ending = Ending(words[:1], value, busy_ns)
+            began = time.monotonic_ns()
+            ticket = engine.submit(
+                batch.format, batch.experts.addresses, batch.hidden, batch.ids, batch.weights, out, ending=ending
+            )
+            while seen[0] != value:
+                assert time.monotonic_ns() - began < 10e9
+            assert torch.equal(out, expected)
+            assert 0 < int(busy_ns) <= time.monotonic_ns() - began
+            ticket.wait()
+        assert not seen[1:].any()
 
 
 def test_no_thread_survives_its_engine() -> None:

@@ -7,6 +7,7 @@ threads; threads without work sleep. Any Python thread may submit, and waiting r
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from threading import Lock
@@ -107,8 +108,8 @@ class Ticket:
             if self._error is not None:
                 raise EngineError(self._error)
 
-    def _settle(self) -> None:
-        """Waits for the job without reporting: a closing engine lets go of every job, waited for or not."""
+    def settle(self) -> None:
+        """Waits for the job without reporting: for whoever gives it up. A closing engine does so with every job."""
         with self._lock:
             self._settle_locked()
 
@@ -121,6 +122,19 @@ class Ticket:
         self._settled = True
         self._engine = None
         self._keep = ()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a job tells a device that it has ended.
+
+    done: int32 [1] in host memory; ``value`` is stored there once the output is complete. busy_ns: int64 [1], written
+    before that: nanoseconds from the job's turn to its end.
+    """
+
+    done: torch.Tensor
+    value: int
+    busy_ns: torch.Tensor
 
 
 class Closeable(Protocol):
@@ -181,6 +195,7 @@ class CpuExperts:
         weights: torch.Tensor,
         out: torch.Tensor,
         divided: tuple[int, int] | None = None,
+        ending: "Ending | None" = None,
     ) -> Ticket:
         """Queues ``out[t] = sum over k of weights[t, k] * expert ids[t, k] (hidden[t])`` and returns at once.
 
@@ -193,6 +208,7 @@ class CpuExperts:
             out: float32 [T, format.hidden], overwritten; it must not overlap the inputs.
             divided: an expert of which somebody else computes the first rows of the inner width, and the first
                 row that is computed here, a multiple of 32. The bias of its second projection is added here.
+            ending: told when the job has ended, well or not.
 
         All are contiguous CPU tensors, page-locked or not, and must not change until the job is done.
 
@@ -214,6 +230,9 @@ class CpuExperts:
             weights=weights.data_ptr(),
             out=out.data_ptr(),
             divided=None if words is None else ctypes.addressof(words),
+            done=None if ending is None else ending.done.data_ptr(),
+            done_value=0 if ending is None else ending.value,
+            busy_ns=None if ending is None else ending.busy_ns.data_ptr(),
         )
         number = ctypes.c_uint64()
         with self._lock:
@@ -221,7 +240,7 @@ class CpuExperts:
                 raise EngineError("the CPU engine is closed")
             if self._library.gr_submit(self._handle, ctypes.byref(job), ctypes.byref(number)):
                 raise EngineError(last_error(self._library))
-            ticket = Ticket(self, number.value, (experts, hidden, ids, weights, out, words))
+            ticket = Ticket(self, number.value, (experts, hidden, ids, weights, out, words, ending))
             self._tickets[number.value] = ticket
         return ticket
 
@@ -280,7 +299,7 @@ class CpuExperts:
             owner.close()
         # Nothing new can be submitted now, and nobody is inside the native engine once these are settled.
         for ticket in tickets:
-            ticket._settle()
+            ticket.settle()
         if handle is not None:
             self._library.gr_engine_destroy(handle)
 

@@ -6,6 +6,8 @@ Who orders what:
   rows if the CPU needs them. Those are the only waits of the host for the device in a layer. Everything
   enqueued earlier on the compute stream has then ended, so staging memory of the layer before may be
   written again.
+- The compute stream waits for the CPU's share of a layer, not the host, which meanwhile enqueues what comes up to the
+  next routing. Behind that routing's arrival the job has ended; there, or at the step's end, its ticket is settled.
 - Miss buffers are ordered by ``MissBuffers``. Behind a layer's last group the copies of the next layer's
   first groups are started, so that PCIe is busy until that layer's routing is known.
 - A slot is written on the write stream after ``step_end``, which is recorded behind all work of the
@@ -13,14 +15,14 @@ Who orders what:
 """
 
 import statistics
-import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from greenroom.experts.cache import SlotWrite
-from greenroom.experts.cpu import CpuExperts, Ticket
+from greenroom.experts.cpu import CpuExperts, Ending, Ticket
 from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
 from greenroom.experts.dispatch import CostModel, Dispatch, LaneState, choose_ahead, lane_seconds, mask_ids
 from greenroom.experts.formats import ExpertViews
@@ -32,10 +34,19 @@ from greenroom.experts.staging import Staging
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch, allocate_blocks
 from greenroom.experts.transfer import NUM_BUFFERS, Landing, MissBuffers
+from greenroom.kernels.gpu.stream_wait import wait_until_reached
 
 _COPY_PROBES = 5
-_BLOCKED_S = 200e-6
-"""A wait that took longer than this really waited."""
+
+
+@dataclass(frozen=True)
+class _OpenJob:
+    """A layer's share that the CPU engine may still be computing. predicted_s: by the cost model; 0 if unknown."""
+
+    ticket: Ticket
+    ending: Ending
+    tokens: int
+    predicted_s: float
 
 
 class CudaTier(DeviceTier):
@@ -56,6 +67,7 @@ class CudaTier(DeviceTier):
         self._copies = MissBuffers(store, miss_expert_num, device)
         self._popularity = [np.zeros(count, dtype=np.int64) for count in store.num_experts]
         self._cpu_pace, self._copy_pace = Pace(), Pace()
+        self._open: _OpenJob | None = None
         self._costs: CostModel | None = None
         self._staging = Staging()
         self._write_stream = torch.cuda.Stream(device)
@@ -105,7 +117,9 @@ class CudaTier(DeviceTier):
         self._map_published.record(torch.cuda.current_stream(self.device))
 
     def read_routing(self, batch: LayerBatch) -> HostRouting:
-        return self._staging.fetch(batch)
+        routing = self._staging.fetch(batch)
+        self._settle()
+        return routing
 
     def lanes(self, batch: LayerBatch, costs: CostModel) -> LaneState:
         self._costs = costs
@@ -131,45 +145,52 @@ class CudaTier(DeviceTier):
         if not landings:
             self._top_up(landings, groups, batch.layer)
         # With copies made ahead PCIe is busy for a while, and the CPU comes first.
-        started = time.perf_counter()
-        ticket = self._submit_cpu(batch, ids, plan)
-        try:
-            self._top_up(landings, groups, batch.layer)
-            out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
-            self._run_on_device(out, batch, plan, slot_of, landings, groups)
-            self._copy_ahead(batch.layer, plan)
-        finally:
-            # Also on an error: the job reads staging memory, which must not be reused under it.
-            if ticket is not None:
-                self._wait(ticket, started, batch, plan)
-        if ticket is not None:
+        self._open = self._submit_cpu(batch, ids, plan)
+        self._top_up(landings, groups, batch.layer)
+        out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
+        self._run_on_device(out, batch, plan, slot_of, landings, groups)
+        self._copy_ahead(batch.layer, plan)
+        if self._open is not None:
+            ending = self._open.ending
+            wait_until_reached(ending.done, ending.value, self.device)
             # Read in place: a copy would queue behind all those of the copy stream.
             out += self._staging.out_on_device
         return out
 
-    def _submit_cpu(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch) -> Ticket | None:
+    def _submit_cpu(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch) -> "_OpenJob | None":
         if len(plan.cpu) == 0:
             return None
         chosen = torch.from_numpy(mask_ids(ids, plan.cpu, len(plan.counts)))
         staging = self._staging
         staging.wait_for_hidden()
-        return self._engine.submit(
+        ending = staging.next_ending()
+        ticket = self._engine.submit(
             self._store.formats[batch.layer],
             self._store.addresses(batch.layer),
             staging.hidden,
             chosen,
             staging.weights,
             staging.out,
+            ending=ending,
         )
-
-    def _wait(self, ticket: Ticket, started: float, batch: LayerBatch, plan: Dispatch) -> None:
-        """Waits for the CPU's share and takes note of how long it took."""
-        before = time.perf_counter()
-        ticket.wait()
-        now = time.perf_counter()
+        predicted = 0.0
         if self._costs is not None:
             _, cpu = lane_seconds(plan.counts[plan.cpu], self._costs, self._store.formats[batch.layer])
-            self._cpu_pace.observe(len(batch.hidden), float(cpu.sum()), now - started, now - before > _BLOCKED_S)
+            predicted = float(cpu.sum())
+        return _OpenJob(ticket, ending, len(batch.hidden), predicted)
+
+    def _settle(self) -> None:
+        """Waits for the CPU's share of the layer before, if there was one, and takes note of how long it took.
+
+        Raises:
+            EngineError: it failed.
+        """
+        job, self._open = self._open, None
+        if job is None:
+            return
+        job.ticket.wait()
+        if job.predicted_s > 0:
+            self._cpu_pace.observe(job.tokens, job.predicted_s, float(job.ending.busy_ns[0]) * 1e-9)
 
     def _top_up(self, landings: deque[Landing], groups: deque[np.ndarray], layer: int) -> None:
         """Starts copies as long as a buffer has none that is waited for."""
@@ -229,6 +250,14 @@ class CudaTier(DeviceTier):
 
     def end_step(self) -> None:
         self._step_end.record(torch.cuda.current_stream(self.device))
+        self._settle()
+
+    def abandon_step(self) -> None:
+        self._step_end.record(torch.cuda.current_stream(self.device))
+        job, self._open = self._open, None
+        if job is not None:
+            # It reads staging memory, which must not be reused under it.
+            job.ticket.settle()
 
     def start_write(self, write: SlotWrite) -> None:
         source = self._store.blocks(write.layer)[write.expert]

@@ -151,15 +151,19 @@ class OffloadManager:
 
     def end_step(self) -> None:
         """Closes the step and starts the copies of what enters the cache."""
-        self.tier.end_step()
-        if self._counting:
-            self._admit()
-        self._clear_step()
+        try:
+            self.tier.end_step()
+            if self._counting:
+                self._admit()
+        finally:
+            self._clear_step()
 
     def abandon_step(self) -> None:
         """Closes a step that failed, without learning from it."""
-        self.tier.end_step()
-        self._clear_step()
+        try:
+            self.tier.abandon_step()
+        finally:
+            self._clear_step()
 
     def leave_step(self) -> None:
         """Closes a step whose end the tier has been told already; ``learn`` may follow later."""

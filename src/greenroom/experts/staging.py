@@ -3,7 +3,11 @@
 import numpy as np
 import torch
 
+from greenroom.experts.cpu import Ending
 from greenroom.experts.tier import HostRouting, LayerBatch
+
+_LINE = 16
+"""int32 of a cache line, which the word that the device looks at has for itself."""
 
 
 class _Mapped:
@@ -23,8 +27,9 @@ class Staging:
     """Grows to the largest batch seen and is used again by every layer.
 
     The device writes ids, weights and hidden; the host reads the first two after ``fetch`` and hidden
-    after ``wait_for_hidden``. The CPU engine writes ``out``, the device reads it behind that. The next
-    ``fetch`` waits for the device, and with it for that read, so one set of buffers serves all layers.
+    after ``wait_for_hidden``. The CPU engine writes ``out`` and then the word of ``next_ending``, which the device
+    waits for before it reads ``out``. The next ``fetch`` lies behind that read on the device's stream and
+    waits for the device, so one set of buffers serves all layers.
     """
 
     def __init__(self) -> None:
@@ -32,6 +37,9 @@ class Staging:
         self._mapped_out: torch.Tensor | None = None
         self._mapped_from: torch.Tensor | None = None
         self._tokens = 0
+        self._done = torch.zeros(_LINE, dtype=torch.int32, pin_memory=True)
+        self._busy_ns = torch.zeros(1, dtype=torch.int64)
+        self._jobs = 0
         self._fetched = torch.cuda.Event()
         self._hidden_fetched = torch.cuda.Event()
 
@@ -57,6 +65,11 @@ class Staging:
         if self._mapped_out is None or self._mapped_from is not out:
             self._mapped_out, self._mapped_from = torch.as_tensor(_Mapped(out), device="cuda"), out
         return self._mapped_out[: self._tokens]
+
+    def next_ending(self) -> Ending:
+        """Where the next job of the CPU engine is to tell its end. Its value is another one each time."""
+        self._jobs = (self._jobs + 1) & 0x7FFFFFFF
+        return Ending(self._done[:1], self._jobs, self._busy_ns)
 
     def fetch(self, batch: LayerBatch) -> HostRouting:
         """Copies the batch to the host and waits for the routing; ``hidden`` is under way behind it."""

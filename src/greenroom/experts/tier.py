@@ -95,7 +95,15 @@ class DeviceTier(ABC):
 
     @abstractmethod
     def end_step(self) -> None:
-        """Marks the point that every later write into a slot must wait for."""
+        """Marks the point that every later write into a slot must wait for.
+
+        Raises:
+            EngineError: the CPU engine failed in the step, which is ended all the same.
+        """
+
+    def abandon_step(self) -> None:
+        """``end_step`` of a step that has failed already."""
+        self.end_step()
 
     @abstractmethod
     def start_write(self, write: SlotWrite) -> None:

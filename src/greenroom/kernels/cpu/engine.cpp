@@ -254,6 +254,8 @@ void Engine::finish_job() {
   if (finished->mailbox) {
     mailboxes = &finished->mailbox->owner();  // alive until under_way_ falls below
     finished->mailbox->finish();              // a device waits: nothing comes before it
+  } else {
+    finished->raise_done();
   }
   // A queue that never empties leaves a single worker no other time for requests.
   if (armed_.load(std::memory_order_relaxed) && try_poller_role()) {
@@ -285,6 +287,7 @@ void Engine::enqueue(std::shared_ptr<Record> record) {
 
 void Engine::start_job(std::shared_ptr<Record> record) {
   current_ = std::move(record);
+  current_->began = std::chrono::steady_clock::now();
   slice_begin_ = 0;
   failed_.store(false, std::memory_order_relaxed);
   publish(Phase::prepare, 1);

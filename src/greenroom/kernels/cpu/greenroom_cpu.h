@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 3
+#define GR_ABI_VERSION 4
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -50,7 +50,8 @@ typedef struct {
  * the first row of `inter` that is computed here, a multiple of 32 within (0, inter). Of its block only these rows of
  * `up` and these columns of `down` are read; the bias of `down` is added here, in full. A null `divided` and a negative
  * id divide nothing, and so does an expert that nobody chose.
- * Everything pointed to must stay alive and unchanged until gr_wait has returned. */
+ * With `done`, the end of the job, good or bad, is also told there: `done_value` is stored with release behind out and
+ * busy_ns, for a device that waits for it. Everything pointed to must stay alive and unchanged until gr_wait has returned. */
 typedef struct {
   const gr_format *format;
   const void *const *experts; /* [num_experts] block addresses; those not chosen may be null */
@@ -62,6 +63,9 @@ typedef struct {
   const float *weights;       /* [tokens, top_k] */
   float *out;                 /* [tokens, hidden], overwritten */
   const int32_t *divided;     /* {expert, first row} or null */
+  uint32_t *done;             /* or null */
+  uint32_t done_value;
+  int64_t *busy_ns;           /* or null; written once: nanoseconds from the job's turn to its end */
 } gr_job;
 
 typedef struct gr_engine gr_engine;

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libgreenroom_cpu.so"
 
 
@@ -44,6 +44,9 @@ class NativeJob(ctypes.Structure):
         ("weights", c_void_p),
         ("out", c_void_p),
         ("divided", c_void_p),
+        ("done", c_void_p),
+        ("done_value", c_uint32),
+        ("busy_ns", c_void_p),
     ]
 
 

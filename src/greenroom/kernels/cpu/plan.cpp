@@ -52,6 +52,9 @@ void check_job(const gr_job &job) {
     refuse("a job must have fewer than 2^31 pairs of token and expert; split the batch");
   if (job.tokens > 0 && !job.out) refuse("the job has no output");
   if (reinterpret_cast<uintptr_t>(job.divided) % alignof(int32_t)) refuse("the divided expert's words are not aligned");
+  if (reinterpret_cast<uintptr_t>(job.done) % alignof(uint32_t) ||
+      reinterpret_cast<uintptr_t>(job.busy_ns) % alignof(int64_t))
+    refuse("the words for a job's end are not aligned");
   if (job.tokens > 0 && job.top_k > 0 && (!job.hidden || !job.ids || !job.weights || (job.num_experts && !job.experts)))
     refuse("the job lacks hidden states, ids, weights or expert blocks");
 }

@@ -3,6 +3,7 @@
 #define GREENROOM_RECORD_H
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -26,10 +27,20 @@ struct Record {
   gr_job job;
   gr_format format;
   std::string error;              // written by workers under the engine's failure mutex, read once the job has ended
+  std::chrono::steady_clock::time_point began;  // when its turn came
   std::atomic<bool> done{false};  // set by the worker that ends the job, for wait()
   Parking parking;
   Mailbox *mailbox = nullptr;     // who is told of the end instead of wait()
   std::shared_ptr<Record> next;   // while queued
+
+  // The worker that ended the job: tells a device.
+  void raise_done() {
+    if (job.busy_ns) {
+      const auto busy = std::chrono::steady_clock::now() - began;
+      *job.busy_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(busy).count();
+    }
+    if (job.done) std::atomic_ref<uint32_t>(*job.done).store(job.done_value, std::memory_order_release);
+  }
 };
 
 // First in, first out. The links are part of the records: queueing never allocates.
