@@ -71,6 +71,12 @@ def run_layer(manager: OffloadManager, layer: int, tokens: int, top_k: int) -> N
     assert error < (1e-5 if fmt.dtype == torch.float32 else 1e-2), error
 
 
+def run_step(manager: OffloadManager, layers: int) -> None:
+    with manager.step():
+        for layer in range(layers):
+            run_layer(manager, layer, 2, 3)
+
+
 def check_slots(manager: OffloadManager) -> None:
     """Every mapped slot holds its expert's bytes."""
     manager.check_invariants()
@@ -238,13 +244,9 @@ def test_a_failed_job_surfaces_within_its_step(layers, monkeypatch):
             raise EngineError("no memory")
 
         monkeypatch.setattr(Ticket, "wait", failing)
-        hidden, ids = torch.randn(2, 64).cuda(), routing(2, 3).cuda()
-        with pytest.raises(EngineError, match="no memory"), manager.step():
-            for layer in range(layers):
-                manager.layers[layer].forward(hidden, ids, torch.rand(2, 3).cuda())
+        with pytest.raises(EngineError, match="no memory"):
+            run_step(manager, layers)
         monkeypatch.undo()
         for _ in range(3):
-            with manager.step():
-                for layer in range(LAYERS):
-                    run_layer(manager, layer, 2, 3)
+            run_step(manager, LAYERS)
         check_slots(manager)
