@@ -1,0 +1,73 @@
+"""open_engine: from a loaded model to an engine that takes requests."""
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from greenroom.engine.generation import context_length
+from greenroom.engine.offload import offload_of
+from greenroom.engine.runners import make_runner
+from greenroom.errors import ConfigError
+from greenroom.kv.base import KVOffload
+from greenroom.serving.engine import ModelFacts, ServingEngine
+
+_CONTEXT_IF_UNKNOWN = 4096
+
+
+def open_engine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    kv_bytes: int | None = None,
+    num_blocks: int | None = None,
+    max_context: int | None = None,
+    max_step_tokens: int = 2048,
+    max_sequences: int = 32,
+    max_waiting: int = 128,
+    block_size: int = 16,
+    offload: KVOffload | None = None,
+) -> ServingEngine:
+    """An engine over an offloaded model, which has to stay open as long as the engine.
+
+    Args:
+        kv_bytes, num_blocks: of the KV cache, one of them; a model whose cache is not made of blocks needs neither.
+        max_context: tokens that prompt and output of one request may have; None for what the model can.
+        max_step_tokens: tokens of one pass: a longer prompt takes several, and others go on between them.
+        max_sequences: requests that run at once.
+        max_waiting: requests that wait beside them.
+        block_size: tokens a KV block.
+        offload: host memory for KV blocks.
+
+    Raises:
+        ConfigError: numbers that make no sense together.
+        MemoryLimitError: the KV cache does not hold one request of ``max_context`` tokens.
+    """
+    known = context_length(model)
+    if max_context is not None and known is not None and max_context > known:
+        raise ConfigError(f"the model's context holds {known} tokens; ask for at most so many, not {max_context}")
+    context = max_context or known or _CONTEXT_IF_UNKNOWN
+    runner = make_runner(
+        model,
+        max_tokens=max_step_tokens,
+        max_context=context,
+        kv_bytes=kv_bytes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_sequences=max_sequences,
+    )
+    facts = ModelFacts(
+        vocabulary=model.config.get_text_config().vocab_size,
+        context_length=context,
+        end_tokens=end_tokens(model, tokenizer),
+        device=offload_of(model).device,
+    )
+    try:
+        return ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end an output: those of the generation settings and of the tokenizer."""
+    of_model = model.generation_config.eos_token_id if model.generation_config is not None else None
+    listed = of_model if isinstance(of_model, (list, tuple)) else [of_model]
+    return frozenset(token for token in [*listed, tokenizer.eos_token_id] if token is not None)
