@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from greenroom.engine.decode_loop import DecodeLoop, can_run_graph
+from greenroom.engine.detokenize import TokenText
 from greenroom.errors import ConfigError
 
 OnText = Callable[[str], None]
@@ -207,19 +208,16 @@ def _rate(count: int, seconds: float) -> float | None:
 class _Recorder(BaseStreamer):
     """Notes when tokens come, and hands their text on once it can no longer change.
 
-    ``generate`` passes the prompt first, then each token. Text is certain when it does not end inside
-    a character; a token may hold a part of one.
+    ``generate`` passes the prompt first, then each token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText | None) -> None:
         self.token_ids: list[int] = []
         self.text = ""
         self.first = self.last = 0.0
-        self._tokenizer = tokenizer
+        self._pieces = TokenText(tokenizer)
         self._on_text = on_text
         self._prompt_seen = False
-        self._context = 0  # tokens before this one are not decoded again
-        self._done = 0  # tokens before this one are in self.text
 
     def put(self, value: torch.Tensor) -> None:
         if not self._prompt_seen:
@@ -228,25 +226,14 @@ class _Recorder(BaseStreamer):
         self.last = time.perf_counter()
         if not self.token_ids:
             self.first = self.last
-        self.token_ids += value.reshape(-1).tolist()
-        self._advance()
+        tokens = value.reshape(-1).tolist()
+        self.token_ids += tokens
+        self._hand_on(self._pieces.add(tokens))
 
     def end(self) -> None:
-        self._advance(final=True)
+        self._hand_on(self._pieces.end())
 
-    def _advance(self, final: bool = False) -> None:
-        # A word's spelling may depend on the one before it (its space above all), so the pieces already
-        # handed on are decoded again as context.
-        before = self._decode(self._context, self._done)
-        after = self._decode(self._context, len(self.token_ids))
-        piece = after[len(before) :]
-        if not piece or (piece.endswith("\N{REPLACEMENT CHARACTER}") and not final):
-            return
-        self._context, self._done = self._done, len(self.token_ids)
+    def _hand_on(self, piece: str) -> None:
         self.text += piece
-        if self._on_text is not None:
+        if piece and self._on_text is not None:
             self._on_text(piece)
-
-    def _decode(self, start: int, end: int) -> str:
-        text: str = self._tokenizer.decode(self.token_ids[start:end], skip_special_tokens=True)
-        return text
