@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 
 from greenroom.errors import ConfigError
 from greenroom.kernels.gpu.batch_copy import copy_batch, has_batch_copy
@@ -16,6 +17,8 @@ from greenroom.kv.layouts import BlockLayout, run_addresses, stretches
 _PROGRAMS = 64
 _WORDS = 2048
 """Of the copy kernel: at 8 bytes a word, 1 MiB is under way at once."""
+
+_WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 _STAGING_BYTES = 32 << 20
 
@@ -188,6 +191,7 @@ class _RunTable:
             len(self._sizes),
             self._longest,
             WORD_BYTES=self._word,
+            WORD=_WORD_TYPES[self._word],
             BLOCK=_WORDS,
             num_warps=8,
         )

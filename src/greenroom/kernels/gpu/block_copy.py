@@ -21,6 +21,7 @@ def block_copy_kernel(
     run_num,
     longest,
     WORD_BYTES: tl.constexpr,
+    WORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Any grid of one dimension.
@@ -32,18 +33,13 @@ def block_copy_kernel(
         source_blocks, target_blocks: int64 [blocks], which to copy to which.
         longest: of the sizes.
         WORD_BYTES: 8, 4, 2 or 1; divides every address, pitch and size.
+        WORD: integer type of that many bytes.
         BLOCK: words that a program moves at a time.
     """
-    if WORD_BYTES == 8:
-        pointer: tl.constexpr = tl.pointer_type(tl.int64)
-    elif WORD_BYTES == 4:
-        pointer: tl.constexpr = tl.pointer_type(tl.int32)
-    elif WORD_BYTES == 2:
-        pointer: tl.constexpr = tl.pointer_type(tl.int16)
-    else:
-        pointer: tl.constexpr = tl.pointer_type(tl.int8)
+    pointer: tl.constexpr = tl.pointer_type(WORD)
     chunk_num = tl.cdiv(longest, WORD_BYTES * BLOCK)
-    for piece in range(tl.program_id(0), block_num * run_num * chunk_num, tl.num_programs(0)):
+    piece = tl.program_id(0)
+    while piece < block_num * run_num * chunk_num:
         unit = piece // chunk_num
         word = (piece % chunk_num) * BLOCK + tl.arange(0, BLOCK)
         run = unit % run_num
@@ -53,3 +49,4 @@ def block_copy_kernel(
         target = tl.load(target_runs + run) + tl.load(target_blocks + block) * tl.load(target_pitches + run)
         words = tl.load(source.to(pointer) + word, mask=inside)
         tl.store(target.to(pointer) + word, words, mask=inside)
+        piece += tl.num_programs(0)
