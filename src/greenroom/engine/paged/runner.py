@@ -75,6 +75,16 @@ class PagedRunner:
                 watchdog_s=watchdog_s,
             )
 
+    @property
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """The blocks: [num_blocks + 1, block_size, heads, dim] on the device, keys then values of each layer.
+
+        Raises:
+            EngineError: the runner is closed.
+        """
+        layers = self._open_cache().layers
+        return [t.view(-1, self.block_size, *t.shape[1:]) for layer in layers for t in (layer.keys, layer.values)]
+
     @torch.no_grad()
     def prepare(self) -> None:
         """Captures every graph now, instead of when it is first needed: seconds in all.

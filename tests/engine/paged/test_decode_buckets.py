@@ -1,0 +1,195 @@
+"""One token a sequence through the path without the host: graphs on a GPU, else Triton's interpreter."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from greenroom.engine.batch import SequenceChunk
+from greenroom.engine.offload import offload_of
+from greenroom.engine.paged.packing import Limits
+from greenroom.engine.paged.probe import PagedModel, probe
+from greenroom.engine.paged.runner import PagedRunner
+from greenroom.errors import EngineError
+from greenroom.experts.mailbox import Mailboxes
+from tests.engine.offloaded import offloaded, saved_family
+from tests.engine.paged.driver import Growing, Traffic
+
+pytest.importorskip("triton")
+
+from greenroom.engine.paged import decode
+from greenroom.experts import decode_path
+from greenroom.kernels.gpu.tiling import Tiling
+from tests.experts.test_decode_path import only
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMITS = Limits(block_size=4, num_blocks=160, max_sequences=32, max_tokens=256, max_context=40, vocabulary=128)
+
+
+@pytest.fixture(autouse=True)
+def few_large_tiles(monkeypatch):
+    """The interpreter runs program after program; what each computes does not depend on their number."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(
+            decode_path, "choose_tilings", lambda tokens: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2
+        )
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "qwen3_moe", "granitemoe"])
+def family(request) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
+    with saved_family(request.param) as (stock, folder), offloaded(folder, cache_expert_num=3, device=DEVICE) as model:
+        yield stock.to(DEVICE), model
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> Iterator[tuple[PreTrainedModel, Path]]:
+    with saved_family("mixtral") as (stock, folder):
+        yield stock.to(DEVICE), folder
+
+
+def make(model: PreTrainedModel, **options) -> PagedRunner:
+    kept = probe(model)
+    assert isinstance(kept, PagedModel)
+    return PagedRunner(model, kept, LIMITS, decode_path=True, **options)
+
+
+def begin(traffic: Traffic, rows: int, prompt: int = 9) -> list[Growing]:
+    """``rows`` sequences of different lengths whose prompts have been run."""
+    sequences = [traffic.begin(prompt + row % 5 + 14) for row in range(rows)]
+    traffic.run([(sequence, prompt + row % 5) for row, sequence in enumerate(sequences)])
+    return sequences
+
+
+def test_rows_come_and_go_between_steps(family):
+    stock, model = family
+    runner = make(model)
+    traffic = Traffic(runner, stock, seed=1)
+    first, second, third = begin(traffic, 3)
+    traffic.run([(first, 1), (second, 1), (third, 1)])
+    traffic.run([(third, 1), (first, 1)])  # another bucket, another order
+    traffic.run([(second, 4), (first, 1), (third, 1)])  # layer by layer, in between
+    traffic.end(first)
+    traffic.run([(second, 1), (third, 1)])
+    runner.flush()
+    offload_of(model).manager.check_invariants()
+    runner.close()
+
+
+def test_a_first_token_may_be_decoded(mixtral):
+    stock, folder = mixtral
+    with offloaded(folder, cache_expert_num=3, device=DEVICE) as model:
+        traffic = Traffic(make(model), stock, seed=2)
+        traffic.run([(traffic.begin(5), 1)])
+        traffic.runner.close()
+
+
+def test_padding_is_routed_nowhere_and_counts_follow(mixtral):
+    stock, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner, total = make(model), offload_of(model).manager.counters.total
+        traffic = Traffic(runner, stock, seed=3)
+        sequences = begin(traffic, 3)
+        before = total().misses
+        traffic.run([(sequence, 1) for sequence in sequences])
+        assert total().misses == before, "counted while the next one runs"
+        ids = runner._decode.hostless.steps.path.mailboxes.ids
+        assert ids.shape[1] == 32, "one path for all buckets"
+        assert (ids[:, 3] == -1).all()
+        assert (ids[:, :3] >= 0).all()
+        runner.flush()
+        chosen = sum(len(set(layer[:3].flatten().tolist())) for layer in ids)
+        assert total().misses == before + chosen
+        runner.close()
+
+
+def test_a_step_that_nobody_answers_is_given_up(mixtral, monkeypatch):
+    stock, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner = make(model, watchdog_s=0.3)
+        traffic = Traffic(runner, stock, seed=4)
+        (sequence,) = begin(traffic, 1)
+        runner._decode.hostless.steps.split = only(0, 8)
+        traffic.run([(sequence, 1)])
+        with monkeypatch.context() as patch:
+            patch.setattr(Mailboxes, "arm", lambda self: None)
+            with pytest.raises(EngineError, match=r"layer 0 has not been answered within 0.3 s$"):
+                traffic.run([(sequence, 1)])
+        with pytest.raises(EngineError, match="given up: decode step"):
+            traffic.run([(sequence, 1)])
+        runner.close()
+        other = Traffic(make(model), stock, seed=5)
+        (sequence,) = begin(other, 1)
+        other.run([(sequence, 1)])
+        other.runner.close()
+        offload_of(model).manager.check_invariants()
+
+
+def test_a_failing_cpu_job_reaches_the_caller(mixtral):
+    stock, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner = make(model)
+        traffic = Traffic(runner, stock, seed=6)
+        (sequence,) = begin(traffic, 1)
+        steps = runner._decode.hostless.steps
+        steps.split = only(0, 8)
+        traffic.run([(sequence, 1)])
+        addresses = steps.path.mailboxes._addresses[1]
+        kept = addresses.copy()
+        addresses[:] = 0
+        place = sequence.done
+        with pytest.raises(EngineError, match=r"^decode step \d+, layer 1: expert \d+ was chosen but has no"):
+            traffic.run([(sequence, 1)])
+        addresses[:] = kept
+        sequence.done = place
+        traffic.run([(sequence, 1)])
+        runner.close()
+
+
+def test_nothing_is_left_behind_when_it_cannot_be_made(mixtral, monkeypatch):
+    _, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+
+        def broken(*_args, **_others):
+            raise RuntimeError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "bucket_for", broken)
+            with pytest.raises(RuntimeError, match="no memory"):
+                make(model)
+        runner = make(model)
+        runner.run([SequenceChunk([5], 0, [0])])
+        runner.close()
+
+
+# --- graphs
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 13, 32])
+def test_every_bucket_replays_what_stock_computes(family, rows):
+    stock, model = family
+    runner = make(model)
+    assert runner.eager_because is None
+    traffic = Traffic(runner, stock, seed=rows)
+    sequences = begin(traffic, rows)
+    for _ in range(5):
+        traffic.run([(sequence, 1) for sequence in sequences])
+    assert runner._decode._buckets[decode.bucket_for(rows)].graph is not None
+    runner.close()
+
+
+@pytest.mark.cuda
+def test_graphs_made_ahead_share_memory_and_are_all_right(family):
+    stock, model = family
+    runner = make(model)
+    runner.prepare()
+    graphs = {rows: bucket.graph for rows, bucket in runner._decode._buckets.items()}
+    assert sorted(graphs) == [1, 2, 4, 8, 16, 32]
+    traffic = Traffic(runner, stock, seed=7)
+    sequences = begin(traffic, 9)
+    for rows in (9, 1, 4, 2, 7, 9, 3):
+        traffic.run([(sequence, 1) for sequence in sequences[-rows:]])
+    assert graphs == {rows: bucket.graph for rows, bucket in runner._decode._buckets.items()}
+    runner.close()
