@@ -49,7 +49,7 @@ def print_summary(result: "Generation", stats: "OffloadStats") -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column()
-    table.add_row("load", f"{stats.load_seconds:.2f} s, {_size(stats.host_bytes)} of experts in host memory")
+    table.add_row("load", f"{stats.load_seconds:.2f} s, {format_size(stats.host_bytes)} of experts in host memory")
     table.add_row("prefill", f"{result.prompt_tokens} tokens, {_rate(result.prefill_tok_s)}")
     table.add_row("decode", f"{len(result.token_ids)} tokens, {_rate(result.decode_tok_s)}, {result.decode}")
     table.add_row(
@@ -59,14 +59,15 @@ def print_summary(result: "Generation", stats: "OffloadStats") -> None:
     )
     table.add_row(
         "cache",
-        f"{stats.cache_expert_num} a layer ({_size(stats.device_bytes)}), policy {stats.policy}, device {stats.device}",
+        f"{stats.cache_expert_num} a layer ({format_size(stats.device_bytes)}), policy {stats.policy}, "
+        f"device {stats.device}",
     )
     table.add_row("CPU engine", f"{stats.isa}, {stats.threads} thread{'' if stats.threads == 1 else 's'}")
     if stats.weights_offload != "none":
         table.add_row(
             "other weights",
-            f"{stats.weights_offload}, {_size(stats.weights_host_bytes)} in host memory, "
-            f"{_size(stats.weights_device_bytes)} of buffers",
+            f"{stats.weights_offload}, {format_size(stats.weights_host_bytes)} in host memory, "
+            f"{format_size(stats.weights_device_bytes)} of buffers",
         )
     error_console().print(table)
 
@@ -90,7 +91,8 @@ def _rate(tokens_per_second: float | None) -> str:
     return "-" if tokens_per_second is None else f"{tokens_per_second:.1f} tok/s"
 
 
-def _size(count: int) -> str:
+def format_size(count: int) -> str:
+    """Bytes in binary units, for people."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

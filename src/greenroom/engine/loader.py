@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from greenroom.config import OffloadConfig
 from greenroom.engine.checkpoint import Checkpoint
+from greenroom.engine.demand import Demand, working_memory
 from greenroom.engine.expert_keys import place_experts
 from greenroom.engine.expert_reader import read_experts
+from greenroom.engine.model_shape import probe_shape
 from greenroom.engine.offload import Request, offload_experts
 from greenroom.engine.progress import Progress, loading_bar
 from greenroom.engine.skeleton import describe, load_without_experts, read_config, resolve_dtype
@@ -21,6 +23,7 @@ from greenroom.experts.store import HostStore
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_CONFIGURATION = ("config.json",)
 
 
 def load(
@@ -29,6 +32,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     progress: bool | Progress = True,
     config: OffloadConfig | None = None,
+    demand: Demand | None = None,
     **knobs: object,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a Mixture-of-Experts model with its routed experts in host memory.
@@ -40,6 +44,7 @@ def load(
         dtype: of all weights; "auto" is the checkpoint's.
         progress: a bar on the terminal, none, or a function of (done, total) bytes.
         config: the knobs, or give them one by one as ``knobs``.
+        demand: what will run at once. Memory for it is then kept, and loading refused if there is none.
 
     Raises:
         GreenroomError: a subclass that says what is wrong; nothing stays allocated.
@@ -50,7 +55,7 @@ def load(
     hf_config = read_config(folder)
     torch_dtype = resolve_dtype(dtype, hf_config)
     spec = describe(hf_config, torch_dtype)
-    plan = request.plan(spec)
+    plan = request.plan(spec, _reserved_bytes(hf_config, torch_dtype, demand, request))
     with Checkpoint.open(folder) as checkpoint:
         placements = place_experts(checkpoint.tensors, spec)
         tokenizer = _load_tokenizer(folder)
@@ -70,8 +75,8 @@ def load(
     return network, tokenizer
 
 
-def find_model(model: str | Path) -> Path:
-    """The model's folder, downloaded first if ``model`` is a Hugging Face id.
+def find_model(model: str | Path, *, weights: bool = True) -> Path:
+    """The model's folder, downloaded first if ``model`` is a Hugging Face id; without ``weights`` only config.json.
 
     Raises:
         CheckpointError: neither a folder nor an id that can be downloaded.
@@ -84,12 +89,18 @@ def find_model(model: str | Path) -> Path:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(model)) or str(model).startswith("."):
         raise CheckpointError(f"there is no folder '{model}'")
     try:
-        return Path(snapshot_download(str(model), allow_patterns=list(_DOWNLOADED)))
+        return Path(snapshot_download(str(model), allow_patterns=list(_DOWNLOADED if weights else _CONFIGURATION)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"'{model}' is no folder here and cannot be downloaded as a model id: {reason}"
         ) from error
+
+
+def _reserved_bytes(hf_config: PretrainedConfig, dtype: torch.dtype, demand: Demand | None, request: Request) -> int:
+    if demand is None:
+        return 0
+    return working_memory(probe_shape(hf_config, dtype), demand, request.device.type == "cuda").total
 
 
 def _make_config(config: OffloadConfig | None, knobs: dict[str, object]) -> OffloadConfig:

@@ -51,18 +51,14 @@ class Request:
             ConfigError: an unknown policy or instruction set, a device that is not there, or options of weight offload
                 that contradict each other.
         """
-        weights = WeightOffloadConfig.choose(
-            config.weights_offload_backend,
-            config.weights_offload_group_size,
-            config.weights_offload_num_in_group,
-            config.weights_offload_prefetch_step,
-            config.weights_offload_params,
-        )
         policy = make_policy(config.policy, config.profile)
-        return cls(config, policy, Isa.parse(config.isa), choose_device(config.device), weights)
+        return cls(config, policy, Isa.parse(config.isa), choose_device(config.device), weights_config(config))
 
-    def plan(self, spec: ModelSpec) -> MemoryPlan:
+    def plan(self, spec: ModelSpec, reserved_bytes: int = 0) -> MemoryPlan:
         """
+        Args:
+            reserved_bytes: that KV cache and activations will need, as far as that is known.
+
         Raises:
             ConfigError: the weights to offload cannot be chosen so.
             MemoryLimitError: it does not fit.
@@ -77,6 +73,7 @@ class Request:
             device_free=torch.cuda.mem_get_info(self.device)[0] if on_gpu else None,
             host_free=hardware.available_host_bytes(),
             offloaded_bytes=selection.host_bytes,
+            reserved_bytes=reserved_bytes,
         )
 
     def select(self, spec: ModelSpec) -> Selection:
@@ -93,6 +90,21 @@ class Request:
         weights = make_weight_offloader(self.select(spec), self.device, self.config.pin_memory)
         weights.take(model)
         return weights
+
+
+def weights_config(config: OffloadConfig) -> WeightOffloadConfig:
+    """The part of ``config`` that is about other weights than experts.
+
+    Raises:
+        ConfigError: options that contradict each other.
+    """
+    return WeightOffloadConfig.choose(
+        config.weights_offload_backend,
+        config.weights_offload_group_size,
+        config.weights_offload_num_in_group,
+        config.weights_offload_prefetch_step,
+        config.weights_offload_params,
+    )
 
 
 class Companion(Protocol):

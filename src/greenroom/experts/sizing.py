@@ -32,7 +32,7 @@ class MemoryPlan:
         cache_bytes: cache slots on the device.
         buffer_bytes: the miss buffers on the device.
         other_bytes: weights that are not experts, on the device, and buffers for those that are offloaded.
-        reserved_bytes: kept free on the device for KV cache and activations.
+        reserved_bytes: that KV cache and activations are known to need, where the weights are.
     """
 
     num_slots: tuple[int, ...]
@@ -56,7 +56,7 @@ def plan_memory(
     device_free: int | None,
     host_free: int,
     offloaded_bytes: int = 0,
-    reserved_bytes: int | None = None,
+    reserved_bytes: int = 0,
 ) -> MemoryPlan:
     """Decides the number of cache slots and checks that everything fits.
 
@@ -66,33 +66,70 @@ def plan_memory(
         device_free: bytes free on the GPU; None on a machine without one.
         host_free: bytes of host memory that can be allocated.
         offloaded_bytes: of weights that are not experts but stay in host memory, not part of ``other_bytes``.
-        reserved_bytes: that KV cache and activations will need (on the host, without a GPU). None: not known; then a
-            share of the device's memory is kept, unless the number of slots or ``vram`` is given.
+        reserved_bytes: that KV cache and activations are known to need, on the host without a GPU. Where nobody said
+            how many slots there shall be, a share of the device's memory is kept at least.
 
     Raises:
         MemoryLimitError: it does not fit; says what is needed and what there is.
     """
+    plan = lay_out(config, formats, num_experts, other_bytes, device_free, offloaded_bytes, reserved_bytes)
+    problem = explain_misfit(plan, device_free, host_free)
+    if problem is not None:
+        raise MemoryLimitError(problem)
+    return plan
+
+
+def lay_out(
+    config: OffloadConfig,
+    formats: list[ExpertFormat],
+    num_experts: list[int],
+    other_bytes: int,
+    device_free: int | None,
+    offloaded_bytes: int = 0,
+    reserved_bytes: int = 0,
+) -> MemoryPlan:
+    """What ``plan_memory`` returns, whether it fits or not.
+
+    Raises:
+        MemoryLimitError: ``vram`` does not even hold the miss buffers.
+    """
     buffer_bytes = NUM_BUFFERS * miss_expert_num(config, num_experts) * max(fmt.block_bytes for fmt in formats)
-    if reserved_bytes is None:
-        reserved = 0 if device_free is None else max(RESERVED_BYTES, int(device_free * RESERVED_SHARE))
-    else:
-        reserved = reserved_bytes
-    wanted = _slots_wanted(config, formats, other_bytes + reserved, buffer_bytes, device_free)
+    wanted = _slots_wanted(config, formats, other_bytes, reserved_bytes, buffer_bytes, device_free)
     num_slots = tuple(min(wanted, count) for count in num_experts)
     cache_bytes = sum(n * fmt.block_bytes for n, fmt in zip(num_slots, formats, strict=True))
     store_bytes = sum(n * fmt.block_bytes for n, fmt in zip(num_experts, formats, strict=True))
     on_host = device_free is None
     # Without a GPU nothing is ever streamed, and memory that is never written is never backed by pages.
-    plan = MemoryPlan(
+    return MemoryPlan(
         num_slots,
-        host_bytes=store_bytes + offloaded_bytes + (cache_bytes + other_bytes + reserved if on_host else 0),
+        host_bytes=store_bytes + offloaded_bytes + (cache_bytes + other_bytes + reserved_bytes if on_host else 0),
         cache_bytes=cache_bytes,
         buffer_bytes=0 if on_host else buffer_bytes,
         other_bytes=other_bytes,
-        reserved_bytes=reserved,
+        reserved_bytes=reserved_bytes,
     )
-    _check(plan, device_free, host_free, needs_reserve=reserved_bytes is not None)
-    return plan
+
+
+def explain_misfit(plan: MemoryPlan, device_free: int | None, host_free: int) -> str | None:
+    """None if the plan fits, otherwise the sentence what is needed, what there is, and what to change."""
+    if plan.host_bytes > host_free:
+        return (
+            f"not enough host memory: the weights need {plan.host_bytes / GIB:.2f} GiB and "
+            f"{host_free / GIB:.2f} GiB are available; free memory, raise the container's limit, or use a smaller model"
+        )
+    if device_free is None or plan.device_bytes + plan.reserved_bytes <= device_free:
+        return None
+    parts = [
+        f"{plan.other_bytes / GIB:.2f} GiB of weights",
+        f"{plan.cache_bytes / GIB:.2f} GiB of cache slots",
+        f"{plan.buffer_bytes / GIB:.2f} GiB of miss buffers",
+    ]
+    if plan.reserved_bytes:
+        parts.append(f"{plan.reserved_bytes / GIB:.2f} GiB for KV cache and activations")
+    return (
+        f"not enough device memory: {', '.join(parts[:-1])} and {parts[-1]} exceed the {device_free / GIB:.2f} GiB "
+        f"that are free; {_remedy(plan, device_free)}"
+    )
 
 
 def miss_expert_num(config: OffloadConfig, num_experts: list[int]) -> int:
@@ -117,7 +154,8 @@ def count_fetch_slots(block_bytes: int, entries: int) -> int:
 def _slots_wanted(
     config: OffloadConfig,
     formats: list[ExpertFormat],
-    taken_bytes: int,
+    other_bytes: int,
+    reserved_bytes: int,
     buffer_bytes: int,
     device_free: int | None,
 ) -> int:
@@ -135,34 +173,14 @@ def _slots_wanted(
         return budget // slot_bytes
     if device_free is None:
         return 0
-    return max(0, (device_free - taken_bytes - buffer_bytes) // slot_bytes)
+    reserved = max(RESERVED_BYTES, int(device_free * RESERVED_SHARE), reserved_bytes)
+    return max(0, (device_free - reserved - other_bytes - buffer_bytes) // slot_bytes)
 
 
-def _check(plan: MemoryPlan, device_free: int | None, host_free: int, needs_reserve: bool) -> None:
-    if plan.host_bytes > host_free:
-        raise MemoryLimitError(
-            f"not enough host memory: the weights need {plan.host_bytes / GIB:.2f} GiB and "
-            f"{host_free / GIB:.2f} GiB are available; free memory, raise the container's limit, or use a smaller model"
-        )
-    reserved = plan.reserved_bytes if needs_reserve else 0
-    if device_free is not None and plan.device_bytes + reserved > device_free:
-        parts = [
-            f"{plan.other_bytes / GIB:.2f} GiB of weights",
-            f"{plan.cache_bytes / GIB:.2f} GiB of cache slots",
-            f"{plan.buffer_bytes / GIB:.2f} GiB of miss buffers",
-        ]
-        if reserved:
-            parts.append(f"{reserved / GIB:.2f} GiB for KV cache and activations")
-        raise MemoryLimitError(
-            f"not enough device memory: {', '.join(parts[:-1])} and {parts[-1]} exceed the {device_free / GIB:.2f} GiB "
-            f"that are free; {_remedy(plan, reserved, device_free)}"
-        )
-
-
-def _remedy(plan: MemoryPlan, reserved: int, device_free: int) -> str:
+def _remedy(plan: MemoryPlan, device_free: int) -> str:
     """What to change so that the device's part fits."""
-    if plan.cache_bytes and plan.device_bytes - plan.cache_bytes + reserved <= device_free:
+    if plan.cache_bytes and plan.device_bytes - plan.cache_bytes + plan.reserved_bytes <= device_free:
         return "give a smaller cache_expert_num or vram"
-    if reserved:
+    if plan.reserved_bytes:
         return "give less context or concurrency, or keep weights in host memory with weights_offload_group_size"
     return "keep weights in host memory with weights_offload_group_size, or give a smaller miss_expert_num"

@@ -1,0 +1,104 @@
+"""What is to be run at once, and the memory that it needs beside the weights. Pure."""
+
+from dataclasses import dataclass
+
+from greenroom.engine.model_shape import ModelShape
+from greenroom.errors import ConfigError
+from greenroom.experts.sizing import count_fetch_slots
+
+BUCKETS = (1, 2, 4, 8, 16, 32)
+"""Sequences that decode steps are made for."""
+
+_FIXED_BYTES = 256 << 20
+"""On a GPU: workspaces of libraries, compiled kernels, a captured step."""
+
+_ROW_BUFFERS = 8
+"""Rows of the model's width a token that are alive at once beside the experts', generously."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """
+    Attributes:
+        context: tokens of each sequence, prompt and answer.
+        concurrency: sequences at once.
+        prefill_tokens: of prompts that one pass takes. None: all of a sequence, but at most 2,048.
+    """
+
+    context: int = 4096
+    concurrency: int = 1
+    prefill_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("context", "concurrency", "prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+
+    @property
+    def pass_tokens(self) -> int:
+        """Of the largest pass."""
+        return self.prefill_tokens or min(self.context, 2048)
+
+    @property
+    def bucket(self) -> int:
+        """Sequences of the decode steps that it takes; more than the largest are taken in turns."""
+        return next((size for size in BUCKETS if size >= self.concurrency), BUCKETS[-1])
+
+
+@dataclass(frozen=True)
+class WorkingMemory:
+    """Bytes beside weights and expert cache.
+
+    kv_bytes: of all sequences' KV cache. activation_bytes: of the largest pass, an estimate. decode_bytes: buffers of
+    decode steps on a GPU. fixed_bytes: what a GPU's libraries take.
+    """
+
+    kv_bytes: int
+    activation_bytes: int
+    decode_bytes: int
+    fixed_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Of all of them."""
+        return self.kv_bytes + self.activation_bytes + self.decode_bytes + self.fixed_bytes
+
+
+def working_memory(shape: ModelShape, demand: Demand, on_gpu: bool) -> WorkingMemory:
+    """
+    Raises:
+        ConfigError: more context than the model has.
+    """
+    if shape.max_context is not None and demand.context > shape.max_context:
+        raise ConfigError(
+            f"the model's context is {shape.max_context} tokens, not {demand.context}; give a smaller context"
+        )
+    return WorkingMemory(
+        demand.concurrency * shape.kv_bytes(demand.context),
+        _activation_bytes(shape, demand),
+        _decode_bytes(shape, demand.bucket) if on_gpu else 0,
+        _FIXED_BYTES if on_gpu else 0,
+    )
+
+
+def _activation_bytes(shape: ModelShape, demand: Demand) -> int:
+    """The widest layer's routed rows, rows of the rest, and logits with a copy in float32."""
+    item = shape.spec.dtype.itemsize
+    routed = max(
+        top_k * (3 * layer.format.inter + 2 * layer.format.hidden)
+        for top_k, layer in zip(shape.top_k, shape.spec.layers, strict=True)
+    )
+    rows = demand.pass_tokens * (routed + _ROW_BUFFERS * shape.hidden) * item
+    return rows + demand.concurrency * shape.vocabulary * (item + 2 * 4)
+
+
+def _decode_bytes(shape: ModelShape, rows: int) -> int:
+    """Of ``DecodePath``: fetch buffer, activations and partial sums."""
+    layers = shape.spec.layers
+    pairs = rows * max(shape.top_k)
+    entries = min(max(layer.num_experts for layer in layers), pairs)
+    largest = max(layer.format.block_bytes for layer in layers)
+    inter, hidden = max(layer.format.inter for layer in layers), max(layer.format.hidden for layer in layers)
+    fetch = count_fetch_slots(largest, entries) * largest
+    return fetch + entries * rows * inter * shape.spec.dtype.itemsize + pairs * hidden * 4

@@ -1,0 +1,147 @@
+"""How fast a machine will run a model: a small model of the time of a pass. Pure.
+
+A layer's missing experts take both lanes at once, CPU and PCIe, which end together; its resident ones are read from
+device memory; whatever else it does is a fixed time. Constants are fitted to the H100 of docs/performance.md.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenroom.engine.model_shape import ModelShape
+from greenroom.errors import ConfigError
+from greenroom.experts.formats import ExpertFormat
+
+_STEP_S = 300e-6
+"""Of a decode step on a GPU, outside of the graph: what the host does while nothing runs."""
+
+_LAYER_S = 90e-6
+"""Of a layer of a captured step: some forty kernels that move next to nothing."""
+
+_EAGER_LAYER_S = 4e-3
+"""Of a layer of a step that no graph holds: the host launches each kernel and decides where experts run."""
+
+_PREFILL_LAYER_S = 1.8e-3
+"""Of a layer of a prefill on a GPU, where the lanes wait for the routing and for launches."""
+
+_HOST_LAYER_S = 200e-6
+"""Of a layer without a GPU."""
+
+_HIT_SHARES, _HIT_RATES = (0.0, 0.125, 0.25, 1.0), (0.0, 0.62, 0.77, 1.0)
+"""Share of a layer's experts that is cached, and hit rate at one sequence: the mean of three recorded models."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine gives. 1 GB is 10^9 bytes.
+
+    Attributes:
+        cpu_gb_s: expert weights that the CPU engine reads, beside copies if there is a GPU.
+        cpu_tflop_s: of the CPU engine, when an expert has many tokens.
+        pcie_gb_s: copies of experts to the GPU, beside the CPU engine. None without one.
+        dense_gb_s, dense_tflop_s: other weights, and products of large matrices, where the rest of the model runs.
+        source: where these come from, in words.
+    """
+
+    cpu_gb_s: float
+    cpu_tflop_s: float
+    pcie_gb_s: float | None
+    dense_gb_s: float
+    dense_tflop_s: float
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_gb_s", "cpu_tflop_s", "pcie_gb_s", "dense_gb_s", "dense_tflop_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be more than 0, not {value}")
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one pass. layers: all of them; rest: head, launch and the like."""
+
+    layers: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        """Of the pass."""
+        return self.layers + self.rest
+
+
+def assumed_hit_rate(share: float) -> float:
+    """Share of needed experts that have a slot, of one sequence, if ``share`` of all experts have."""
+    return float(np.interp(share, _HIT_SHARES, _HIT_RATES))
+
+
+def distinct_experts(tokens: int, top_k: int, num_experts: int) -> float:
+    """Experts that ``tokens`` need together, if each draws at random."""
+    return float(num_experts * (1 - (1 - min(top_k / num_experts, 1.0)) ** tokens))
+
+
+def pass_time(
+    shape: ModelShape,
+    num_slots: tuple[int, ...],
+    rates: Rates,
+    tokens: int,
+    sequences: int,
+    hit_rate: float | None = None,
+    weight_bytes: int = 0,
+) -> PassTime:
+    """
+    Args:
+        num_slots: of each expert layer.
+        tokens: of the pass; a decode step has one a sequence.
+        sequences: whose next tokens it computes.
+        hit_rate: of one sequence's decode; None assumes one.
+        weight_bytes: of other weights that are offloaded and cross to the device in a pass.
+    """
+    decode = tokens == sequences
+    on_gpu = rates.pcie_gb_s is not None
+    per_layer = weight_bytes / len(shape.spec.layers) if on_gpu else 0.0
+    layers = 0.0
+    for layer, top_k, slots in zip(shape.spec.layers, shape.top_k, num_slots, strict=True):
+        needed = distinct_experts(tokens, top_k, layer.num_experts)
+        share = slots / layer.num_experts
+        hits = _hit_rate(share, needed, top_k, layer.num_experts, hit_rate) if on_gpu else 0.0
+        rows = tokens * top_k / needed
+        layers += _missing_seconds(layer.format, needed * (1 - hits), rows, rates, per_layer)
+        layers += needed * hits * layer.format.block_bytes / (rates.dense_gb_s * 1e9)
+    layers += shape.num_layers * _layer_overhead(shape, decode, on_gpu)
+    # A pass reads every weight once; with many tokens arithmetic takes longer than that.
+    read = shape.dense_bytes / (rates.dense_gb_s * 1e9)
+    compute = 2 * tokens * shape.layer_weights / (rates.dense_tflop_s * 1e12)
+    return PassTime(layers, max(read, compute) + (_STEP_S if on_gpu else 0.0))
+
+
+def _hit_rate(share: float, needed: float, top_k: int, num_experts: int, given: float | None) -> float:
+    """Of the experts that a pass needs. The more of a layer it needs, the closer to the share that is cached."""
+    if share >= 1:
+        return 1.0
+    if share == 0:
+        return 0.0
+    single = assumed_hit_rate(share) if given is None else given
+    if num_experts <= top_k:
+        return share
+    spread = min(1.0, max(0.0, (needed - top_k) / (num_experts - top_k)))
+    return single + (share - single) * spread
+
+
+def _missing_seconds(fmt: ExpertFormat, missing: float, rows: float, rates: Rates, weight_bytes: float) -> float:
+    """Until both lanes have done ``missing`` experts of ``rows`` tokens each; other weights cross PCIe before them."""
+    flop = 2 * rows * fmt.hidden * fmt.inter * (3 if fmt.gated else 2)
+    cpu = max(fmt.block_bytes / (rates.cpu_gb_s * 1e9), flop / (rates.cpu_tflop_s * 1e12))
+    if rates.pcie_gb_s is None:
+        return missing * cpu
+    copy = fmt.block_bytes / (rates.pcie_gb_s * 1e9)
+    head_start = weight_bytes / (rates.pcie_gb_s * 1e9)
+    return max(head_start, (missing + head_start / copy) / (1 / cpu + 1 / copy))
+
+
+def _layer_overhead(shape: ModelShape, decode: bool, on_gpu: bool) -> float:
+    if not on_gpu:
+        return _HOST_LAYER_S
+    if not decode:
+        return _PREFILL_LAYER_S
+    return _LAYER_S if shape.plain_cache else _EAGER_LAYER_S
