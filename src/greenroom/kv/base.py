@@ -26,7 +26,12 @@ class KVOffload(Protocol):
 
     A device block belongs to its job from ``start_*`` until ``poll`` reports the job: the caller holds a reference
     meanwhile, so nobody else writes it, and nobody reads a block that is being loaded.
+
+    Attributes:
+        block_factor: blocks of a sequence that are kept together. They are found again only as a whole.
     """
+
+    block_factor: int
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many of the first keys in a row could be loaded now. They count as used."""
@@ -46,6 +51,11 @@ class KVOffload(Protocol):
         """Begins to copy the device's blocks, as they are once the device work enqueued so far has ended.
 
         Keys that are there already are not copied again; where room lacks, only some may be kept.
+
+        Args:
+            keys: of consecutive blocks of a sequence, the first at a multiple of ``block_factor``. Those at the end
+                that do not make up another multiple are left out.
+            block_ids: one for each.
 
         Returns:
             The job's id, or None if nothing is copied: then no reference is needed.

@@ -226,10 +226,13 @@ class Scheduler:
         if full <= sequence.registered:
             return
         sequence.keys = block_keys(sequence.tokens, self.limits.block_size, sequence.keys)
-        new = range(sequence.registered, full)
+        for index in range(sequence.registered, full):
+            self.pool.register(sequence.blocks[index], sequence.keys[index])
+        offered = self._transfers.storable(sequence.registered, full)
+        self._transfers.store(
+            [sequence.keys[index] for index in offered], [sequence.blocks[index] for index in offered]
+        )
         sequence.registered = full
-        mine = [index for index in new if self.pool.register(sequence.blocks[index], sequence.keys[index])]
-        self._transfers.store([sequence.keys[i] for i in mine], [sequence.blocks[i] for i in mine])
 
     def _note_cached(self, sequence: Sequence) -> None:
         if sequence.cached_tokens is None:

@@ -32,6 +32,11 @@ class BlockTransfers:
         """Blocks to which jobs have references of their own, one entry a reference."""
         return [block for blocks in self._held.values() for block in blocks]
 
+    def storable(self, first: int, full: int) -> range:
+        """Which of a sequence's ``full`` full blocks to offer if those from ``first`` on are new: whole groups."""
+        factor = self._offload.block_factor if self._offload is not None else 1
+        return range(first // factor * factor, full // factor * factor)
+
     def load(self, sequence: Sequence, keys: list[BlockKey]) -> bool:
         """Begins to load the blocks behind those that the sequence has, if host memory has any and there is room.
 
