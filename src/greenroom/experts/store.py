@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -73,6 +73,18 @@ class HostStore:
         except MemoryLimitError:
             self.close()
             raise
+
+    @classmethod
+    def joined(cls, stores: Sequence["HostStore"]) -> "HostStore":
+        """One store of all their layers, in this order. Those given are empty afterwards, and need not be closed."""
+        whole = cls([], [])
+        for store in stores:
+            whole.formats += store.formats
+            whole.num_experts += store.num_experts
+            whole._layers += store._layers
+            whole._unlock_pages = whole._unlock_pages or store._unlock_pages
+            store._layers = []
+        return whole
 
     def __len__(self) -> int:
         return len(self._layers)
