@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.engine.batch import SequenceChunk
-from greenroom.engine.paged.packing import Limits, check_chunks, pack
+from greenroom.engine.paged.packing import Limits, pack
 from greenroom.errors import ConfigError
 
 LIMITS = Limits(block_size=4, num_blocks=8, max_sequences=3, max_tokens=10, max_context=24, vocabulary=50)
@@ -26,7 +26,7 @@ def test_every_token_is_where_its_sequence_has_it(sizes, block_size, seed):
     for number, (start, count) in enumerate(sizes):
         blocks = [pool.pop() for _ in range(-(-(start + count) // block_size) + number % 2)]
         chunks.append(SequenceChunk([1000 * number + start + i for i in range(count)], start, blocks))
-    packing = pack(chunks, block_size)
+    packing = pack(chunks, Limits(block_size, 200, 6, 60, 40, 10_000))
 
     def slot(chunk, position):
         return chunk.blocks[position // block_size] * block_size + position % block_size
@@ -61,8 +61,9 @@ def test_every_token_is_where_its_sequence_has_it(sizes, block_size, seed):
 
 
 def test_what_fits_exactly_is_taken():
-    check_chunks(
-        [SequenceChunk([1] * 8, 0, [0, 7]), SequenceChunk([49], 23, range(1, 7)), SequenceChunk([0], 0, [2])], LIMITS
+    pack(
+        [SequenceChunk([1] * 8, 0, [0, 7]), SequenceChunk([49], 23, range(1, 7)), SequenceChunk([0], 4, [2, 3, 50])],
+        LIMITS,
     )
 
 
@@ -84,11 +85,11 @@ def test_what_fits_exactly_is_taken():
 )
 def test_what_a_runner_does_not_take(chunks, said):
     with pytest.raises(ConfigError, match=said):
-        check_chunks(chunks, LIMITS)
+        pack(chunks, LIMITS)
 
 
 def test_a_block_is_written_by_one_sequence():
     with pytest.raises(ConfigError, match="would be written to the same place"):
-        pack([SequenceChunk([1], 3, [5]), SequenceChunk([1, 2, 3, 4], 0, [5])], 4)
-    both = pack([SequenceChunk([1], 4, [5, 0]), SequenceChunk([1], 4, [5, 1])], 4)
+        pack([SequenceChunk([1], 3, [5]), SequenceChunk([1, 2, 3, 4], 0, [5])], LIMITS)
+    both = pack([SequenceChunk([1], 4, [5, 0]), SequenceChunk([1], 4, [5, 1])], LIMITS)
     assert np.array_equal(both.slots, [0, 4]), "what is only read may be shared"

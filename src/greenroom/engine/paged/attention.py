@@ -1,11 +1,12 @@
 """Attention over packed sequences whose keys and values are in blocks, as a function that transformers calls."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
@@ -63,26 +64,39 @@ def paged_attention(
         [1, T, Hq, Dv], None.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not paged.spans:
+        return _attend_first(module, query, key, value, paged, scale, sliding_window, s_aux), None
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     if paged.singles:
         singles = query[:, :, : paged.singles]
-        if paged.single_keys is None:
-            from greenroom.kernels.gpu.paged_attention import paged_decode_attention  # needs triton
-
-            assert isinstance(module.layer_idx, int)
-            layer = paged.cache.layers[module.layer_idx]
-            assert isinstance(layer, PagedLayer)
-            place = (paged.tables, paged.lengths, paged.cache.block_size)
-            result = paged_decode_attention(singles, layer.keys, layer.values, *place, scale, sliding_window, s_aux)
-        else:
-            places = (paged.single_keys, paged.lengths)
-            result = attend_singles(singles, key, value, *places, scale, sliding_window, s_aux)
-        out[:, : paged.singles] = result
+        out[:, : paged.singles] = _attend_first(module, singles, key, value, paged, scale, sliding_window, s_aux)
     for span in paged.spans:
         queries = slice(span.query_start, span.query_start + span.query_num)
-        result = attend_span(query[:, :, queries], key, value, span, scale, sliding_window, s_aux)
+        with _without_cudnn():
+            result = attend_span(query[:, :, queries], key, value, span, scale, sliding_window, s_aux)
         out[:, queries] = result.transpose(1, 2)
     return out, None
+
+
+def _attend_first(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    paged: PagedBatch,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The batch's single tokens, from blocks or from what was gathered."""
+    if paged.single_keys is not None:
+        return attend_singles(query, key, value, paged.single_keys, paged.lengths, scale, window, sinks)
+    from greenroom.kernels.gpu.paged_attention import paged_decode_attention  # needs triton
+
+    assert isinstance(module.layer_idx, int)
+    layer, blocks = paged.cache.layers[module.layer_idx], (paged.tables, paged.lengths, paged.cache.block_size)
+    assert isinstance(layer, PagedLayer)
+    return paged_decode_attention(query, layer.keys, layer.values, *blocks, scale, window, sinks)
 
 
 def attend_singles(
@@ -202,6 +216,13 @@ def _attend(
         mask = torch.cat([hidden, sinks.to(query.dtype).expand(query.shape[:3])[..., None]], -1)
     result: torch.Tensor = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return result
+
+
+def _without_cudnn() -> AbstractContextManager[None]:
+    """cuDNN plans anew for every length, and chunks have many."""
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    context: AbstractContextManager[None] = sdpa_kernel(others)
+    return context
 
 
 def _no_mask(*_: object, **_others: object) -> None:

@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.offload import offload_of
-from greenroom.engine.paged.packing import Limits, check_chunks
+from greenroom.engine.paged.packing import Limits, pack
 from greenroom.errors import ConfigError, EngineError
 
 
@@ -44,7 +44,7 @@ class ExclusiveRunner:
         """
         if self._model is None:
             raise EngineError("the runner is closed")
-        check_chunks(chunks, self._limits)
+        packing = pack(chunks, self._limits)
         (chunk,) = chunks
         if chunk.start == 0:
             self._cache, self._length = DynamicCache(config=self._model.config), 0
@@ -55,7 +55,7 @@ class ExclusiveRunner:
             )
         cache, self._cache = self._cache, None  # lost unless it goes well
         logits: torch.Tensor = self._model(
-            input_ids=torch.tensor([list(chunk.token_ids)], device=self._device),
+            input_ids=torch.from_numpy(packing.ids).to(self._device)[None],
             use_cache=True,
             logits_to_keep=1,
             **{self._cache_name: cache},

@@ -12,7 +12,7 @@ from greenroom.engine.decode_loop import why_host_needed
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
-from greenroom.engine.paged.packing import Limits, Packing, check_chunks, pack
+from greenroom.engine.paged.packing import Limits, Packing, pack
 from greenroom.engine.paged.probe import PagedModel
 from greenroom.errors import EngineError
 
@@ -105,8 +105,7 @@ class PagedRunner:
             EngineError: the runner is closed or was given up, or the pass failed.
         """
         cache = self._open_cache()
-        check_chunks(chunks, self._limits)
-        packing = pack(chunks, self.block_size)
+        packing = pack(chunks, self._limits)
         if self._decode is not None and self._decode.takes(packing):
             return self._decode.run(packing)
         self.flush()
