@@ -1,0 +1,102 @@
+"""EngineLoop for a long time in little memory: blocks run out, come back from host memory, are taken from others."""
+
+import random
+
+import pytest
+
+from greenroom.errors import EngineError
+from greenroom.serving.loop import EngineLoop
+from greenroom.serving.requests import Failed, Finished, FinishReason, SamplingParams
+from tests.reference.slow_runner import SlowExclusiveRunner, SlowOffload, SlowRunner
+from tests.reference.tokenizer import VOCAB, make_tokenizer
+from tests.serving.drive import Listener, accepted, alone
+
+TOKENIZER = make_tokenizer()
+
+
+def random_request(dice: random.Random) -> tuple[list[int], SamplingParams, int]:
+    prompt = [40 + dice.randrange(3)] * dice.choice([0, 4, 8, 13]) + [50 + dice.randrange(2)] * dice.randint(1, 6)
+    params = SamplingParams(
+        temperature=dice.choice([0, 1.3]), presence_penalty=dice.choice([0, 1]), ignore_eos=dice.random() < 0.5
+    )
+    return prompt, params, dice.randint(1, 25)
+
+
+class Soak:
+    def __init__(self, runner, offload, seed: int) -> None:
+        self.runner, self.offload, self.dice = runner, offload, random.Random(seed)
+        self.loop = EngineLoop(TOKENIZER, runner, VOCAB, None, offload)
+        self.requests: list[tuple] = []
+        self.lost: set[int] = set()  # cancelled, or in a pass that failed
+
+    def run(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.act()
+            self.step()
+        self.runner.fail_next = None
+        for _ in range(10_000):
+            if not self.loop.busy:
+                break
+            self.step()
+        assert not self.loop.busy
+        self.check_all()
+
+    def act(self) -> None:
+        dice = self.dice
+        if dice.random() < 0.4:
+            prompt, params, max_new = random_request(dice)
+            number, listener = len(self.requests), Listener()
+            self.requests.append((prompt, params, max_new, listener))
+            self.loop.add(accepted(number, prompt, params, listener, None, max_new))
+        if dice.random() < 0.03 and self.requests:
+            number = dice.randrange(len(self.requests))
+            self.lost.add(number)
+            self.loop.cancel(number)
+        if dice.random() < 0.01:
+            self.runner.fail_next = EngineError("a bad pass")
+        while self.offload is not None and self.offload.jobs and dice.random() < 0.3:
+            self.offload.end(dice.choice(sorted(self.offload.jobs)), well=dice.random() < 0.9)
+
+    def step(self) -> None:
+        self.loop.step()
+        self.loop._failures = 0
+        self.loop.scheduler.check()
+
+    def check_all(self) -> None:
+        for number, (prompt, params, max_new, listener) in enumerate(self.requests):
+            expected = alone(prompt, params, number, max_new, VOCAB)
+            if isinstance(listener.last, Failed):
+                assert "a bad pass" in str(listener.last.error)
+                assert listener.tokens == expected[: len(listener.tokens)]
+            elif number in self.lost and listener.last.reason == FinishReason.CANCELLED:
+                assert listener.tokens == expected[: len(listener.tokens)]
+            else:
+                assert isinstance(listener.last, Finished)
+                assert listener.tokens == expected
+        assert self.loop.scheduler.pool.used == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_little_memory_and_host_memory(seed) -> None:
+    runner = SlowRunner(12, 4, 5, 16, VOCAB)
+    soak = Soak(runner, SlowOffload(runner, 12), seed)
+    soak.run(600)
+    stats = soak.loop.stats()
+    assert stats.preemptions > 5
+    assert stats.loaded_tokens > 50
+    assert stats.cached_tokens > 50
+    assert set(stats.finished) == {"stop", "length", "cancelled", "failed"}
+
+
+def test_no_host_memory() -> None:
+    soak = Soak(SlowRunner(12, 4, 5, 16, VOCAB), None, 5)
+    soak.run(600)
+    assert soak.loop.stats().preemptions > 5
+
+
+def test_one_sequence_at_a_time() -> None:
+    soak = Soak(SlowExclusiveRunner(num_blocks=12, max_tokens=7, vocabulary=VOCAB), None, 6)
+    soak.run(600)
+    stats = soak.loop.stats()
+    assert stats.preemptions == stats.cached_tokens == 0
+    assert max(max(chunks) for chunks in soak.runner.passes) == 7
