@@ -84,10 +84,10 @@ class HostKVOffload:
         layout = block_layout(tensors, layouts or [TensorLayout.BLOCKS_FIRST] * len(tensors))
         self.block_factor = config.block_factor
         self._num_blocks = _host_blocks(config, layout)
-        self._manager = HostBlockManager(self._num_blocks, config.block_factor, config.policy)
         device = tensors[0].device
         self._memory = HostMemory(self._num_blocks * config.block_factor, layout.block_bytes, device.type == "cuda")
         try:
+            self._manager = HostBlockManager(self._num_blocks, config.block_factor, config.policy)
             copies = make_copies(layout, tensors, self._memory.parts, way)
             self._worker: TransferWorker | None = make_worker(copies, layout.block_bytes, device)
         except BaseException:

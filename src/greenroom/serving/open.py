@@ -1,12 +1,17 @@
 """open_engine: from a loaded model to an engine that takes requests."""
 
+from contextlib import ExitStack
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from greenroom.engine.batch import BatchRunner
 from greenroom.engine.generation import context_length
 from greenroom.engine.offload import offload_of
+from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.runners import make_runner
 from greenroom.errors import ConfigError
-from greenroom.kv.base import KVOffload
+from greenroom.kv.config import KVOffloadConfig
+from greenroom.kv.offload import HostKVOffload
 from greenroom.serving.engine import ModelFacts, ServingEngine
 
 _CONTEXT_IF_UNKNOWN = 4096
@@ -23,7 +28,7 @@ def open_engine(
     max_sequences: int = 32,
     max_waiting: int = 128,
     block_size: int = 16,
-    offload: KVOffload | None = None,
+    kv_offload: KVOffloadConfig | None = None,
 ) -> ServingEngine:
     """An engine over an offloaded model, which has to stay open as long as the engine.
 
@@ -34,11 +39,12 @@ def open_engine(
         max_sequences: requests that run at once.
         max_waiting: requests that wait beside them.
         block_size: tokens a KV block.
-        offload: host memory for KV blocks.
+        kv_offload: host memory for KV blocks; None for none.
 
     Raises:
-        ConfigError: numbers that make no sense together.
-        MemoryLimitError: the KV cache does not hold one request of ``max_context`` tokens.
+        ConfigError: numbers that make no sense together, or KV offload for a model whose cache is not made of blocks.
+        MemoryLimitError: the KV cache does not hold one request of ``max_context`` tokens, or host memory does not
+            suffice for KV offload.
     """
     known = context_length(model)
     if max_context is not None and known is not None and max_context > known:
@@ -59,11 +65,21 @@ def open_engine(
         end_tokens=end_tokens(model, tokenizer),
         device=offload_of(model).device,
     )
-    try:
-        return ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload)
-    except BaseException:
-        runner.close()
-        raise
+    with ExitStack() as stack:
+        stack.callback(runner.close)
+        offload = None
+        if kv_offload is not None:
+            offload = _open_offload(kv_offload, runner)
+            stack.callback(offload.close)
+        engine = ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload)
+        stack.pop_all()  # the engine closes them
+        return engine
+
+
+def _open_offload(config: KVOffloadConfig, runner: BatchRunner) -> HostKVOffload:
+    if not isinstance(runner, PagedRunner):
+        raise ConfigError("this model's cache is not made of blocks, so none can go to host memory; drop --kv-offload")
+    return HostKVOffload(config, runner.kv_tensors)
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
