@@ -37,7 +37,7 @@ def few_large_tiles(monkeypatch):
         )
 
 
-@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "qwen3_moe", "granitemoe"])
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "granitemoe", "deepseek_v2", "deepseek_v3"])
 def family(request) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
     with saved_family(request.param) as (stock, folder), offloaded(folder, cache_expert_num=3, device=DEVICE) as model:
         yield stock.to(DEVICE), model

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.cache import block_bytes
-from greenroom.engine.paged.probe import PagedModel, probe
+from greenroom.engine.paged.probe import Kept, PagedModel, probe
 from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.runners import make_runner
 from greenroom.errors import ConfigError, EngineError, MemoryLimitError
@@ -92,7 +92,7 @@ def test_what_a_layer_keeps(family):
     name, stock, model = family
     kept = probe(model)
     assert isinstance(kept, PagedModel)
-    assert kept.expanded == (name in LATENT)
+    assert kept.kept == (Kept.LATENT if name in LATENT else Kept.PLAIN)
     with torch.no_grad():
         cache = stock(random_ids(1, 5).to(DEVICE), use_cache=True)
     cache = getattr(cache, "cache", None) or cache.past_key_values

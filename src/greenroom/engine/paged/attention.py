@@ -91,12 +91,38 @@ def _attend_first(
     """The batch's single tokens, from blocks or from what was gathered."""
     if paged.single_keys is not None:
         return attend_singles(query, key, value, paged.single_keys, paged.lengths, scale, window, sinks)
-    from greenroom.kernels.gpu.paged_attention import paged_decode_attention  # needs triton
-
     assert isinstance(module.layer_idx, int)
     layer, blocks = paged.cache.layers[module.layer_idx], (paged.tables, paged.lengths, paged.cache.block_size)
     assert isinstance(layer, PagedLayer)
+    if paged.cache.latent:
+        return _attend_latents(module, query, layer, blocks, scale)
+    from greenroom.kernels.gpu.paged_attention import paged_decode_attention  # needs triton
+
     return paged_decode_attention(query, layer.keys, layer.values, *blocks, scale, window, sinks)
+
+
+def _attend_latents(
+    module: nn.Module,
+    query: torch.Tensor,
+    layer: PagedLayer,
+    blocks: tuple[torch.Tensor, torch.Tensor, int],
+    scale: float,
+) -> torch.Tensor:
+    """query: [1, H, n, D], its first part without positions -> [1, n, H, Dv]."""
+    from greenroom.kernels.gpu.latent_attention import latent_decode_attention  # needs triton
+
+    to_key, to_value = latent_projections(module, query.shape[1])
+    plain, rotated = query[0].split([to_key.shape[1], query.shape[3] - to_key.shape[1]], dim=-1)
+    sums = latent_decode_attention(plain @ to_key, rotated, layer.keys, layer.values, *blocks, scale)
+    return (sums.transpose(0, 1) @ to_value.transpose(1, 2)).transpose(0, 1)[None]
+
+
+def latent_projections(module: nn.Module, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a layer with latent attention, views of one weight: [H, D without positions, R] and [H, Dv, R]."""
+    assert isinstance(module.kv_b_proj, nn.Linear)
+    assert isinstance(module.qk_nope_head_dim, int)
+    weight = module.kv_b_proj.weight.unflatten(0, (heads, -1))
+    return weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :]
 
 
 def attend_singles(

@@ -107,13 +107,22 @@ class PagedCache(Cache):
     Attributes:
         batch: of the pass that runs; set before it.
         scratch: id of the block for padding.
+        latent: keys are latents and values rotated keys, as latent attention caches them.
     """
 
-    def __init__(self, shapes: Sequence[KvShape], num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[KvShape],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        latent: bool = False,
+    ) -> None:
         slots = (num_blocks + 1) * block_size
         super().__init__(layers=[PagedLayer(shape, slots, device) for shape in shapes])
         self.block_size = block_size
         self.scratch = num_blocks
+        self.latent = latent
         self.device = device
         self.batch: PagedBatch | None = None
 

@@ -13,7 +13,7 @@ from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
 from greenroom.engine.paged.packing import Limits, Packing, pack
-from greenroom.engine.paged.probe import PagedModel
+from greenroom.engine.paged.probe import Kept, PagedModel
 from greenroom.errors import EngineError
 
 if TYPE_CHECKING:
@@ -57,9 +57,10 @@ class PagedRunner:
         self._model = model
         self._device = offload_of(model).device
         self._cache_name = cache_argument(model)
-        # Attention that gets something else than what is cached cannot read it from blocks.
-        self._by_kernel = self._device.type == "cuda" and not kept.expanded
-        self._cache: PagedCache | None = PagedCache(kept.shapes, limits.num_blocks, limits.block_size, self._device)
+        self._by_kernel = self._device.type == "cuda" and kept.kept is not Kept.OTHER
+        self._cache: PagedCache | None = PagedCache(
+            kept.shapes, limits.num_blocks, limits.block_size, self._device, kept.kept is Kept.LATENT
+        )
         self._decode: DecodeBuckets | None = None
         self.eager_because = self._why_eager(kept)
         if decode_path if decode_path is not None else self.eager_because is None:
@@ -130,8 +131,8 @@ class PagedRunner:
     def _why_eager(self, kept: PagedModel) -> str | None:
         if self._device.type != "cuda":
             return "the model runs on the CPU, which has no graphs"
-        if kept.expanded:
-            return f"attention of {type(self._model).__name__} expands what is cached"
+        if kept.kept is Kept.OTHER:
+            return f"attention of {type(self._model).__name__} reads something else than what is cached"
         return why_host_needed(self._model)
 
     def _run_layer_by_layer(self, packing: Packing, cache: PagedCache) -> torch.Tensor:

@@ -14,32 +14,33 @@ _MOST_STRETCHES = 32
 
 
 @triton.jit
-def attend_block(asked, keys, values, seen, scale, largest, total, sums, WIDEN: tl.constexpr):
+def multiply(left, right, WIDEN: tl.constexpr):
+    """A matrix product in float32. WIDEN: of operands in float32, as the interpreter needs it."""
+    if WIDEN:
+        product = tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    else:
+        product = tl.dot(left, right, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def attend_block(products, values, seen, largest, total, sums, WIDEN: tl.constexpr):
     """Adds a stretch of keys to a running softmax. At least one of them is seen, or ``largest`` is finite.
 
     Args:
-        asked: [queries, D]; keys: [D, n]; values: [n, Dv]; seen: bool [n].
-        scale: factor on products.
+        products: float32 [queries, n], scaled; values: [n, Dv]; seen: bool [n].
         largest, total: float32 [queries]: of products so far, and the sum of weights beside it.
         sums: float32 [queries, Dv], weighted values.
 
     Returns:
         largest, total, sums.
     """
-    if WIDEN:
-        products = tl.dot(asked.to(tl.float32), keys.to(tl.float32), input_precision="ieee")
-    else:
-        products = tl.dot(asked, keys, input_precision="ieee")
-    products = tl.where(seen[None, :], products * scale, float("-inf"))
+    products = tl.where(seen[None, :], products, float("-inf"))
     larger = tl.maximum(largest, tl.max(products, axis=1))
     weight = tl.exp(products - larger[:, None])
     shrink = tl.exp(largest - larger)
     total = total * shrink + tl.sum(weight, axis=1)
-    if WIDEN:
-        added = tl.dot(weight, values.to(tl.float32), input_precision="ieee")
-    else:
-        added = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
-    return larger, total, sums * shrink[:, None] + added
+    return larger, total, sums * shrink[:, None] + multiply(weight.to(values.dtype), values, WIDEN)
 
 
 @triton.jit
@@ -107,7 +108,8 @@ def attend_kernel(
                 mask=seen[:, None] & (value_dim < VALUE_DIM)[None, :],
                 other=0.0,
             )
-            largest, total, sums = attend_block(asked, keys, values, seen, scale, largest, total, sums, WIDEN)
+            products = multiply(asked, keys, WIDEN) * scale
+            largest, total, sums = attend_block(products, values, seen, largest, total, sums, WIDEN)
     row = ((batch * tl.num_programs(1) + head) * STRETCHES + stretch) * GROUP + member
     tl.store(
         partial + row[:, None] * VALUE_DIM + value_dim[None, :],

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from greenroom.kernels.gpu.decode_attention import attend_block, merge_kernel
+from greenroom.kernels.gpu.decode_attention import attend_block, merge_kernel, multiply
 
 _STRETCH = 64
 _MOST_STRETCHES = 32
@@ -83,7 +83,8 @@ def paged_attend_kernel(
             mask=seen[:, None] & (value_dim < VALUE_DIM)[None, :],
             other=0.0,
         )
-        largest, total, sums = attend_block(asked, keys, values, seen, scale, largest, total, sums, WIDEN)
+        products = multiply(asked, keys, WIDEN) * scale
+        largest, total, sums = attend_block(products, values, seen, largest, total, sums, WIDEN)
         first += STRETCHES * STRETCH
     out = ((row * key_heads + head) * STRETCHES + turn) * GROUP + member
     tl.store(
