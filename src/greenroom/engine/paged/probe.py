@@ -128,7 +128,9 @@ def _classify(
     if key.shape == layer.keys.shape and value.shape == layer.values.shape:
         return Kept.PLAIN if torch.equal(key, layer.keys) and torch.equal(value, layer.values) else Kept.OTHER
     projection = getattr(module, "kv_b_proj", None)
-    if not isinstance(projection, nn.Linear) or projection.bias is not None or key.shape[1] != query.shape[1]:
+    if not isinstance(projection, nn.Linear) or "bias" in dict(projection.named_parameters()):
+        return Kept.OTHER
+    if key.shape[1] != query.shape[1]:
         return Kept.OTHER
     if layer.keys.shape[1] != 1 or layer.values.shape[1] != 1 or not isinstance(module.qk_nope_head_dim, int):
         return Kept.OTHER
