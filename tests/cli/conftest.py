@@ -27,6 +27,7 @@ class FakeGreenroom:
     error: Exception | None = None
     config: OffloadConfig | None = None
     progress: object = None
+    demand: object = None
     loads: int = 0
     closes: int = 0
 
@@ -35,11 +36,11 @@ class FakeGreenroom:
         self.model.resize_token_embeddings(VOCAB)
         self.tokenizer = make_tokenizer()
 
-    def load(self, model, *, dtype="auto", progress=True, config=None):
+    def load(self, model, *, dtype="auto", progress=True, config=None, demand=None):
         if self.error is not None:
             raise self.error
         self.loads += 1
-        self.config, self.progress = config, progress
+        self.config, self.progress, self.demand = config, progress, demand
         return self.model, self.tokenizer
 
     def stats(self, model) -> OffloadStats:

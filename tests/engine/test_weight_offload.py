@@ -158,6 +158,26 @@ def test_without(five_layers):
         assert offload_of(model).weights.selection.units == ()
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_steps_of_a_runner(late, step):
+    """Through Triton's interpreter, three steps: the runner needs to know nothing of it."""
+    pytest.importorskip("triton")
+    from greenroom.engine.step_runner import StepRunner
+
+    with saved_family("mixtral") as (stock, folder):
+        ids = random_ids(1, 4)
+        with offloaded(folder, device="cpu", **knobs(group_size=1, params="attn|gate", prefetch_step=step)) as model:
+            runner = StepRunner(model, 1, 16)
+            token = runner.prefill(ids).argmax(-1, keepdim=True)
+            for _ in range(3):
+                ids = torch.cat([ids, token], 1)
+                found = runner.step(token)
+                torch.testing.assert_close(found, logits(stock, ids)[:, -1], rtol=1e-4, atol=1e-4)
+                token = found.argmax(-1, keepdim=True)
+                offload_of(model).weights.check()
+            runner.close()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("settings", [{"backend": "uva"}, {"backend": "uva", "params": "embed_tokens|self_attn"}])
 def test_uva_equals_stock(five_layers, settings):

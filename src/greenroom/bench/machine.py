@@ -35,18 +35,19 @@ def cache_file() -> Path:
     return Path.home() / ".cache" / "greenroom" / "rates.json"
 
 
-def machine_rates(on_gpu: bool, threads: int | None = None, file: Path | None = None) -> Rates:
+def machine_rates(on_gpu: bool, threads: int | None = None, file: Path | None = None, again: bool = False) -> Rates:
     """This machine's rates: from ``file`` if they were measured before, else measured (some seconds) and kept there.
 
     Args:
         on_gpu: whether the model is to run on a GPU. One that is not there is assumed.
         threads: of the CPU engine.
+        again: measure in any case.
     """
     file = file or cache_file()
     measured_gpu = on_gpu and torch.cuda.is_available()
     key = _machine_key(measured_gpu, threads)
     known = _read(file)
-    if key not in known:
+    if again or key not in known:
         known[key] = asdict(_measure(measured_gpu, threads))
         file.parent.mkdir(parents=True, exist_ok=True)
         # A reader never sees half a file.

@@ -59,7 +59,8 @@ def chat(
 
     generation.check_request("-", max_tokens, temperature=temperature, top_p=top_p)
     interactive = sys.stdin.isatty()
-    with silence(not interactive), open_model(model, config, quiet=not interactive) as (loaded, tokenizer):
+    opened = open_model(model, config, quiet=not interactive, tokens=max_tokens)
+    with silence(not interactive), opened as (loaded, tokenizer):
         if not tokenizer.chat_template:
             raise UnsupportedModelError(f"'{model}' has no chat template; use 'greenroom generate' instead")
         if interactive:

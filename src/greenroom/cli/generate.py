@@ -57,7 +57,9 @@ def generate(
     from greenroom.engine import generation
 
     generation.check_request(prompt, max_tokens, temperature=temperature, top_p=top_p)
-    with one_json_object(as_json), open_model(model, config, quiet=as_json) as (loaded, tokenizer):
+    # Few tokens are longer than eight bytes, so that hardly a prompt has fewer.
+    tokens = max_tokens + 1 + len(prompt.encode()) // 8
+    with one_json_object(as_json), open_model(model, config, quiet=as_json, tokens=tokens) as (loaded, tokenizer):
         result = generation.generate(
             loaded,
             tokenizer,

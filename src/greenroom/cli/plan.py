@@ -24,7 +24,9 @@ def plan(
     ram: Annotated[
         str | None, typer.Option("--ram", metavar="SIZE", help="Host memory; by default what is available here.")
     ] = None,
-    context: Annotated[int, typer.Option("--context", metavar="N", help="Tokens of each sequence.")] = 4096,
+    context: Annotated[
+        int | None, typer.Option("--context", metavar="N", help="Tokens of each sequence; by default 4096.")
+    ] = None,
     concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", help="Sequences at once.")] = 1,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", metavar="N", help="Prompt for which prefill is predicted.")
@@ -41,6 +43,7 @@ def plan(
     gpu_bandwidth: Annotated[
         float | None, typer.Option("--gpu-bandwidth", metavar="GB/S", help="Of GPU memory, instead of measuring it.")
     ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure again what is known of this machine.")] = False,
     cache_expert_num: options.CacheExpertNum = None,
     context_num_threads: options.ContextNumThreads = None,
     device: options.Device = OffloadConfig.device,
@@ -67,26 +70,24 @@ def plan(
     if device == "cpu" and any(given is not None for given in (vram, pcie_bandwidth, gpu_bandwidth)):
         raise ConfigError("--vram, --pcie-bandwidth and --gpu-bandwidth are of a GPU; leave them out with --device cpu")
     with one_json_object(as_json):
-        from greenroom.engine.demand import Demand
+        from greenroom.engine.demand import DEFAULT_CONTEXT, Demand
         from greenroom.engine.loader import find_model
         from greenroom.engine.model_shape import probe_shape
         from greenroom.engine.offload import weights_config
         from greenroom.engine.plan import plan_model
         from greenroom.engine.skeleton import read_config, resolve_dtype
 
-        weights, demand = weights_config(config), Demand(context, concurrency)
+        weights = weights_config(config)
         hf_config = read_config(find_model(model, weights=False))
         shape = probe_shape(hf_config, resolve_dtype("auto", hf_config))
+        if context is None:
+            context = min(DEFAULT_CONTEXT, shape.max_context or DEFAULT_CONTEXT)
+        demand = Demand(context, concurrency)
         machine = _machine(device, vram_bytes, ram_bytes)
+        given = {"cpu_gb_s": cpu_bandwidth, "pcie_gb_s": pcie_bandwidth, "dense_gb_s": gpu_bandwidth}
+        rates = _rates(machine.device_bytes is not None, given, context_num_threads, measure)
         result = plan_model(
-            shape,
-            config,
-            weights,
-            demand,
-            machine,
-            _rates(machine.device_bytes is not None, cpu_bandwidth, pcie_bandwidth, gpu_bandwidth, context_num_threads),
-            prompt_tokens=prompt_tokens,
-            hit_rate=hit_rate,
+            shape, config, weights, demand, machine, rates, prompt_tokens=prompt_tokens, hit_rate=hit_rate
         )
     if as_json:
         output.print_json({"model": model, **result.to_dict()})
@@ -112,7 +113,10 @@ def _machine(device: str, vram_bytes: int | None, ram_bytes: int | None) -> "Mac
     return Machine(vram_bytes, hardware.available_host_bytes() if ram_bytes is None else ram_bytes)
 
 
-def _rates(on_gpu: bool, cpu: float | None, pcie: float | None, gpu: float | None, threads: int | None) -> "Rates":
+_NAMES = {"cpu_gb_s": "CPU", "pcie_gb_s": "PCIe", "dense_gb_s": "GPU memory"}
+
+
+def _rates(on_gpu: bool, given: dict[str, float | None], threads: int | None, measure: bool) -> "Rates":
     """Measured, but for what is given. Nothing is measured if both lanes are given and no GPU is here to be timed."""
     from dataclasses import replace
 
@@ -120,18 +124,17 @@ def _rates(on_gpu: bool, cpu: float | None, pcie: float | None, gpu: float | Non
 
     from greenroom.bench.machine import given_rates, machine_rates
 
-    if not on_gpu and (pcie is not None or gpu is not None):
+    cpu, pcie = given["cpu_gb_s"], given["pcie_gb_s"]
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not on_gpu and set(changes) - {"cpu_gb_s"}:
         raise ConfigError("--pcie-bandwidth and --gpu-bandwidth are of a GPU, and there is none; give --vram as well")
     if cpu is not None and (not on_gpu or (pcie is not None and not torch.cuda.is_available())):
         rates = given_rates(cpu, pcie)
     else:
-        rates = machine_rates(on_gpu, threads)
-    given = {"cpu_gb_s": cpu, "pcie_gb_s": pcie, "dense_gb_s": gpu}
-    changes = {name: value for name, value in given.items() if value is not None}
+        rates = machine_rates(on_gpu, threads, again=measure)
     if not changes:
         return rates
-    names = {"cpu_gb_s": "CPU", "pcie_gb_s": "PCIe", "dense_gb_s": "GPU memory"}
-    source = f"{', '.join(names[name] for name in changes)} given, the rest {rates.source}"
+    source = f"{', '.join(_NAMES[name] for name in changes)} given, the rest {rates.source}"
     return replace(rates, **changes, source=source)
 
 

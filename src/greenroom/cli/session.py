@@ -10,17 +10,18 @@ from greenroom.config import OffloadConfig
 
 
 @contextmanager
-def open_model(name: str, config: OffloadConfig, *, quiet: bool) -> Iterator[tuple[Any, Any]]:
+def open_model(name: str, config: OffloadConfig, *, quiet: bool, tokens: int) -> Iterator[tuple[Any, Any]]:
     """Loads a model and its tokenizer, and closes the model when the block ends, however it ends.
 
-    Progress goes to stderr; ``quiet`` drops it.
+    Progress goes to stderr; ``quiet`` drops it. Memory is kept for a sequence of at least ``tokens``.
 
     Raises:
         GreenroomError: the model cannot be loaded.
     """
     import greenroom
+    from greenroom.engine.demand import Demand
 
-    model, tokenizer = greenroom.load(name, config=config, progress=not quiet)
+    model, tokenizer = greenroom.load(name, config=config, progress=not quiet, demand=Demand(tokens))
     try:
         yield model, tokenizer
     finally:

@@ -16,6 +16,10 @@ _ROW_BUFFERS = 8
 """Rows of the model's width a token that are alive at once beside the experts', generously."""
 
 
+DEFAULT_CONTEXT = 4096
+"""Tokens, where nobody says how long sequences will be and the model takes as many."""
+
+
 @dataclass(frozen=True)
 class Demand:
     """
@@ -25,7 +29,7 @@ class Demand:
         prefill_tokens: of prompts that one pass takes. None: all of a sequence, but at most 2,048.
     """
 
-    context: int = 4096
+    context: int = DEFAULT_CONTEXT
     concurrency: int = 1
     prefill_tokens: int | None = None
 

@@ -1,7 +1,9 @@
 """load: from a model id or a folder to a model whose experts wait in host memory."""
 
+import logging
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +20,10 @@ from greenroom.engine.model_shape import probe_shape
 from greenroom.engine.offload import Request, offload_experts
 from greenroom.engine.progress import Progress, loading_bar
 from greenroom.engine.skeleton import describe, load_without_experts, read_config, resolve_dtype
-from greenroom.errors import CheckpointError, ConfigError
+from greenroom.errors import CheckpointError, ConfigError, UnsupportedModelError
 from greenroom.experts.store import HostStore
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -44,7 +48,8 @@ def load(
         dtype: of all weights; "auto" is the checkpoint's.
         progress: a bar on the terminal, none, or a function of (done, total) bytes.
         config: the knobs, or give them one by one as ``knobs``.
-        demand: what will run at once. Memory for it is then kept, and loading refused if there is none.
+        demand: what will run at once, of which no sequence is longer than the model's context. Memory for it is then
+            kept, and loading refused if there is none.
 
     Raises:
         GreenroomError: a subclass that says what is wrong; nothing stays allocated.
@@ -100,7 +105,13 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
 def _reserved_bytes(hf_config: PretrainedConfig, dtype: torch.dtype, demand: Demand | None, request: Request) -> int:
     if demand is None:
         return 0
-    return working_memory(probe_shape(hf_config, dtype), demand, request.device.type == "cuda").total
+    try:
+        shape = probe_shape(hf_config, dtype)
+    except UnsupportedModelError as error:
+        logger.warning("no memory is kept for KV cache and activations: %s", error)
+        return 0
+    demand = replace(demand, context=min(demand.context, shape.max_context or demand.context))
+    return working_memory(shape, demand, request.device.type == "cuda").total
 
 
 def _make_config(config: OffloadConfig | None, knobs: dict[str, object]) -> OffloadConfig:

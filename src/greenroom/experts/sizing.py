@@ -113,8 +113,9 @@ def lay_out(
 def explain_misfit(plan: MemoryPlan, device_free: int | None, host_free: int) -> str | None:
     """None if the plan fits, otherwise the sentence what is needed, what there is, and what to change."""
     if plan.host_bytes > host_free:
+        what = "the weights, KV cache and activations" if plan.reserved_bytes and device_free is None else "the weights"
         return (
-            f"not enough host memory: the weights need {plan.host_bytes / GIB:.2f} GiB and "
+            f"not enough host memory: {what} need {plan.host_bytes / GIB:.2f} GiB and "
             f"{host_free / GIB:.2f} GiB are available; free memory, raise the container's limit, or use a smaller model"
         )
     if device_free is None or plan.device_bytes + plan.reserved_bytes <= device_free:
