@@ -58,8 +58,17 @@ def check_config(config: Any) -> None:
         )
     if config.compilation_config.mode is not None and config.compilation_config.mode.name == "STOCK_TORCH_COMPILE":
         raise ConfigError("--moe-offload does not support compilation mode 1 (stock torch.compile); use 0 or 3")
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise ConfigError("--moe-offload does not support pipeline parallelism yet; use tensor parallelism")
+    parallel = config.parallel_config
+    for name, size in (
+        ("pipeline", parallel.pipeline_parallel_size),
+        ("data", parallel.data_parallel_size),
+        ("prefill context", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigError(
+                f"--moe-offload does not support {name} parallelism yet; use tensor parallelism, with "
+                "--enable-expert-parallel if experts are not to be cut up"
+            )
     sizes = config.compilation_config.cudagraph_capture_sizes or []
     if config.compilation_config.cudagraph_mode is not None and sizes and max(sizes) > MAX_GRAPH_TOKENS:
         raise ConfigError(

@@ -35,14 +35,18 @@ class RankExperts:
     """Filled layer by layer while vLLM makes and loads the model; then ``finish`` makes it ready to run.
 
     Attributes:
+        dummy: vLLM was told to make weights up instead of loading them.
         top_k: choices a token; the same in all layers.
+        device_bytes: of GPU memory that offloading took, by torch's count. The worker writes it.
         manager, engine: there after ``finish``.
     """
 
     options: MoeOffloadOptions
     device: torch.device
     share: Share
+    dummy: bool = False
     top_k: int = 0
+    device_bytes: int = 0
     manager: OffloadManager | None = None
     engine: CpuExperts | None = None
     load_seconds: float = 0.0

@@ -55,6 +55,11 @@ class OffloadingLayer(RoutedExperts):
             return iter(())
         return super().named_parameters(*args, **kwargs)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Leaves out experts that are to be made up: vLLM would draw each number on one core."""
+        if not (isinstance(self.quant_method, OffloadedMethod) and self.quant_method.dummy):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def forward_modular(
         self,
         x: torch.Tensor,
@@ -124,6 +129,7 @@ class OffloadedMethod(FusedMoEMethodBase):
         self._rank = rank
         self._layer_format: LayerFormat | None = None
         self._views: ExpertViews | None = None
+        self.dummy = rank.dummy
         self.index = -1
 
     def create_weights(
@@ -159,6 +165,8 @@ class OffloadedMethod(FusedMoEMethodBase):
                     "another kind of weight offloading took experts that --moe-offload keeps in host memory; name "
                     "other weights with --cpu-offload-params or --offload-params (such as self_attn)"
                 )
+        if self.dummy and self._views is not None:
+            _make_up(self._views, self.index)
         if self._layer_format.interleaved and self._views is not None:
             for expert in range(len(self._views.up)):
                 deinterleave_(self._views.up[expert])
@@ -178,6 +186,19 @@ class OffloadedMethod(FusedMoEMethodBase):
         if views.up_bias is not None and views.down_bias is not None:
             named += [("w13_bias", views.up_bias), ("w2_bias", views.down_bias)]
         return named
+
+
+def _make_up(views: ExpertViews, seed: int) -> None:
+    """Small random weights, as vLLM's own: every expert another stretch of the same numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    for part in (views.up, views.down, views.up_bias, views.down_bias):
+        if part is None:
+            continue
+        experts, size = len(part), part[0].numel()
+        noise = torch.empty(2 * size, dtype=part.dtype).uniform_(-1e-3, 1e-3, generator=generator)
+        for expert in range(experts):
+            start = size * expert // experts
+            part[expert].copy_(noise[start : start + size].view(part.shape[1:]))
 
 
 def offloading_layers(model: torch.nn.Module) -> list[OffloadingLayer]:

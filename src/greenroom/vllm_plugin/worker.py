@@ -1,5 +1,6 @@
 """OffloadMixin: what a worker of ours does besides vLLM's own."""
 
+import functools
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from greenroom.errors import ConfigError
 from greenroom.vllm_plugin.binding import Share, gpu_node
 from greenroom.vllm_plugin.options import MoeOffloadOptions
 from greenroom.vllm_plugin.rank import RankExperts
-from greenroom.vllm_plugin.routed_experts import offloading_layers, replace_routed_experts
+from greenroom.vllm_plugin.routed_experts import OffloadingLayer, offloading_layers, replace_routed_experts
 from greenroom.vllm_plugin.steps import StepDriver
 
 
@@ -29,7 +30,12 @@ class OffloadMixin:
         if options is None:
             raise ConfigError("this worker class is for engines with --moe-offload; add it, or remove --worker-cls")
         replace_routed_experts()
-        self.experts = RankExperts(options, torch.device(self.device), self._share())
+        self.experts = RankExperts(
+            options,
+            torch.device(self.device),
+            self._share(),
+            dummy=self.vllm_config.load_config.load_format == "dummy",
+        )
         with self.experts.building():
             super().load_model(**kwargs)  # type: ignore[misc]
         self._make_ready(self.experts)
@@ -37,11 +43,18 @@ class OffloadMixin:
     def _make_ready(self, experts: RankExperts) -> None:
         model = self.model_runner.get_model()
         layers = offloading_layers(model)
-        manager = experts.finish()
-        for layer, offloaded in zip(layers, manager.layers, strict=True):
-            layer.offloaded = offloaded.forward
-        self.steps = StepDriver(experts)
-        self.steps.attach(model)
+        before = _allocated(experts.device)
+        experts.finish()
+        self.steps = steps = self.make_steps(experts, layers)
+        for index, layer in enumerate(layers):
+            if layer.offloaded is None:
+                layer.offloaded = functools.partial(steps.run_layer, index)
+        steps.attach(model)
+        experts.device_bytes = _allocated(experts.device) - before
+
+    def make_steps(self, experts: RankExperts, layers: list[OffloadingLayer]) -> StepDriver:
+        """The driver of this kind of worker's steps; may give layers another way to run."""
+        return StepDriver(experts)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """A step of real requests; all others (profiling, warm-up, capture) touch no statistics."""
@@ -101,3 +114,8 @@ def _pci_addresses(count: int) -> list[str]:
         domain, bus, device = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
         found.append(f"{domain:04x}:{bus:02x}:{device:02x}.0")
     return found
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes of GPU memory that torch has given out."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,203 @@
+"""GpuStepDriver: steps of few tokens run without the host, so that vLLM can capture them in its CUDA graphs.
+
+vLLM may enqueue a step while the one before still runs (asynchronous scheduling). What the host writes for a step is
+read by the device as long as the step lasts, so a step begins when the one before has ended on the device. vLLM's own
+preparation of the batch is done by then, and its sampling of the step before still keeps the device busy.
+
+Two threads: vLLM's, which runs steps, and a watcher. ``_lock`` is held while a step is opened or closed; the watcher
+closes steps behind which nothing follows, so that the CPU engine's threads sleep, and without the lock gives up one
+that does not end, which the other thread may be waiting for.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from greenroom.errors import EngineError
+from greenroom.experts.decode_path import DecodePath
+from greenroom.experts.decode_steps import DecodeSteps
+from greenroom.experts.mailbox import Mailboxes
+from greenroom.vllm_plugin.conflicts import MAX_GRAPH_TOKENS
+from greenroom.vllm_plugin.rank import RankExperts
+from greenroom.vllm_plugin.steps import StepDriver, T
+
+IDLE_S = 0.02
+"""Behind a step for so long the CPU engine's threads stay awake for the next one."""
+
+WATCHDOG_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A step whose work has been enqueued: ``end`` is behind it; ``since`` by time.monotonic."""
+
+    end: torch.cuda.Event
+    learn: bool
+    since: float
+
+
+class GpuStepDriver(StepDriver):
+    """Steps of up to ``MAX_GRAPH_TOKENS`` tokens through a ``DecodePath``, longer ones by the host."""
+
+    def __init__(self, experts: RankExperts, watchdog_s: float = WATCHDOG_S) -> None:
+        super().__init__(experts)
+        manager = self.manager
+        assert experts.engine is not None
+        self._device = manager.tier.device
+        self._watchdog_s = watchdog_s
+        self._mailboxes = Mailboxes(experts.engine, manager.store, MAX_GRAPH_TOKENS, experts.top_k, pin_memory=True)
+        slot_of = manager.tier.device_map(manager.cache.slot_of)
+        self._path = DecodePath(
+            manager.store, manager.tier.slots, slot_of, self._mailboxes, MAX_GRAPH_TOKENS, experts.top_k
+        )
+        self._steps = DecodeSteps(manager, self._path, self._mailboxes)
+        self._hostless = False
+        self._lock = threading.RLock()
+        self._opened: _Open | None = None
+        self._given_up: str | None = None
+        self._failure: EngineError | None = None
+        self._closed = threading.Event()
+        self._news = threading.Event()
+        self._warm_up()
+        self._watcher = threading.Thread(target=self._watch, name="greenroom-steps", daemon=True)
+        self._watcher.start()
+
+    def run_layer(self, index: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self._hostless:
+            return self._run_hostless_layer(index, hidden, ids, weights)
+        return super().run_layer(index, hidden, ids, weights)
+
+    def settle(self) -> None:
+        with self._lock:
+            self._close_step()
+            self._raise_failure()
+            self._steps.flush()
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._news.set()
+        self._watcher.join()
+        with self._lock:
+            if self._given_up is None:
+                self._close_step()
+        self._mailboxes.close()
+
+    def _run(self, tokens: int, work: Callable[[], T]) -> T:
+        self._hostless = tokens <= MAX_GRAPH_TOKENS
+        try:
+            if torch.cuda.is_current_stream_capturing():
+                # Enqueues only; what surrounds a step is done whenever the graph is replayed.
+                return self._captured(tokens, work)
+            with self._lock:
+                self._close_step()
+                self._raise_failure()
+                return self._hostless_step(tokens, work) if self._hostless else super()._run(tokens, work)
+        finally:
+            self._hostless = False
+
+    def _captured(self, tokens: int, work: Callable[[], T]) -> T:
+        if not self._hostless:
+            raise EngineError(
+                f"--moe-offload captures CUDA graphs of up to {MAX_GRAPH_TOKENS} tokens, and vLLM captures {tokens}; "
+                "give smaller cudagraph_capture_sizes"
+            )
+        return work()
+
+    def _hostless_step(self, tokens: int, work: Callable[[], T]) -> T:
+        steps = self._steps
+        steps.begin(tokens if self.rows is None else min(self.rows, tokens))
+        try:
+            result = work()
+            steps.enqueued()
+            end = torch.cuda.Event()
+            end.record(torch.cuda.current_stream(self._device))
+        except BaseException:
+            self._given_up = steps.abandon()
+            raise
+        self._opened = _Open(end, self.rows is not None, time.monotonic())
+        self._news.set()
+        return result
+
+    def _run_hostless_layer(
+        self, index: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Rounds the batch up to a power of two, so that kernels are compiled for few sizes; padding goes nowhere."""
+        tokens = len(hidden)
+        inner = hidden.to(self.manager.store.formats[index].dtype).contiguous()
+        if padding := _bucket(tokens) - tokens:
+            inner = F.pad(inner, (0, 0, 0, padding))
+            ids = F.pad(ids, (0, 0, 0, padding), value=-1)
+            weights = F.pad(weights, (0, 0, 0, padding))
+        return self._path.run(index, inner, ids, weights)[:tokens].to(hidden.dtype)
+
+    def _close_step(self) -> None:
+        """Waits for the step under way, if there is one. The lock is held."""
+        opened = self._opened
+        if opened is None:
+            return
+        opened.end.synchronize()
+        self._opened = None
+        if self._given_up is None:
+            try:
+                self._steps.finish(opened.learn)
+            except EngineError as error:
+                self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._given_up is not None:
+            raise EngineError(f"expert offloading was given up: {self._given_up}")
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            self._news.wait()
+            self._news.clear()
+            while (opened := self._opened) is not None and not self._closed.is_set():
+                if self._news.wait(IDLE_S):
+                    break  # another step has begun, or the end
+                self._look_after(opened)
+
+    def _look_after(self, opened: _Open) -> None:
+        """Closes a step that has ended and stayed the last one, or gives it up when it lasts too long."""
+        if opened.end.query():
+            if self._lock.acquire(blocking=False):
+                try:
+                    if self._opened is opened:
+                        self._close_step()
+                finally:
+                    self._lock.release()
+        elif time.monotonic() - opened.since > self._watchdog_s and self._given_up is None:
+            self._given_up = f"{self._steps.abandon()} within {self._watchdog_s:g} s"
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels for all sizes, and has buffers of libraries allocated, before memory is profiled."""
+        store, slots = self.manager.store, self.manager.tier.slots
+        kinds = {
+            (store.formats[layer], store.num_experts[layer], len(slots[layer])): layer for layer in range(len(store))
+        }
+        tokens = 1
+        while tokens <= MAX_GRAPH_TOKENS:
+            self._steps.begin(tokens)
+            for layer in kinds.values():
+                fmt = store.formats[layer]
+                hidden = torch.zeros(tokens, fmt.hidden, dtype=fmt.dtype, device=self._device)
+                ids = torch.zeros(tokens, self._path.top_k, dtype=torch.int32, device=self._device)
+                weights = torch.zeros(tokens, self._path.top_k, dtype=torch.float32, device=self._device)
+                self._path.run(layer, hidden, ids, weights)
+            self._steps.enqueued()
+            torch.cuda.synchronize(self._device)
+            self._steps.finish(learn=False)
+            tokens *= 2
+
+
+def _bucket(tokens: int) -> int:
+    """The power of two from ``tokens`` on."""
+    return 1 << (tokens - 1).bit_length()
