@@ -173,6 +173,7 @@ class ServingEngine:
                 if self._facts.device.type == "cuda":
                     torch.cuda.set_device(self._facts.device)
                 while self._take_news():
+                    self._publish()
                     self._loop.step()
                     self._publish()
             except Exception as error:
