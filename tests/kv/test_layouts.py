@@ -1,11 +1,15 @@
 """Layouts against a copy of bytes one by one, and every way of copying against plain indexing."""
 
+import ctypes
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from greenroom.errors import ConfigError
-from greenroom.kv.copies import BlockCopies, Direction, IndexCopies, KernelCopies
+from greenroom.kv import cuda_copies
+from greenroom.kv.copies import BlockCopies, Direction, IndexCopies
 from greenroom.kv.layouts import TensorLayout, block_layout, run_addresses, stretches, sub_blocks
 
 KV_FIRST, BLOCKS_FIRST = TensorLayout.KV_FIRST, TensorLayout.BLOCKS_FIRST
@@ -37,19 +41,34 @@ def block_bytes_of(tensors: list[torch.Tensor], layouts: list[TensorLayout], blo
     return b"".join(pieces)
 
 
-@pytest.mark.parametrize("copies", [IndexCopies, KernelCopies])
+@pytest.fixture
+def copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of copies as a driver makes it, from last to first."""
+
+    def copy_batch(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        for target, source, size in [*zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)][::-1]:
+            ctypes.memmove(target, source, size)
+
+    monkeypatch.setattr(cuda_copies, "copy_batch", copy_batch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+
+
+@pytest.mark.parametrize("copies", [IndexCopies, *cuda_copies.WAYS.values()])
 @pytest.mark.parametrize("case", cases())
-def test_copies_move_whole_blocks_and_nothing_else(copies: type[BlockCopies], case: str) -> None:
+def test_copies_move_whole_blocks_and_nothing_else(
+    copies: type[BlockCopies], case: str, copy_engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, layouts = cases()[case]
-    if copies is KernelCopies and torch.cuda.is_available():
+    if copies is not IndexCopies and torch.cuda.is_available():
         pytest.skip("kernels are not interpreted here; see test_transfer_cuda.py")
     layout = block_layout(tensors, layouts)
     before = [block_bytes_of(tensors, layouts, block) for block in range(BLOCKS)]
     assert layout.num_blocks == BLOCKS
     assert layout.block_bytes == len(before[0])
+    monkeypatch.setattr(cuda_copies, "_STAGING_BYTES", 2 * layout.block_bytes)  # three blocks take two rounds
     parts = torch.full((9, layout.block_bytes), 7, dtype=torch.uint8)
     way = copies(layout, tensors, parts)
-    way.start(Direction.STORE, np.array([4, 0, 5]), np.array([2, 8, 3]))
+    way.start(Direction.STORE, np.array([4, 5, 0]), np.array([2, 3, 8]))
     images = {2: before[4], 8: before[0], 3: before[5]}
     for part in range(len(parts)):
         assert parts[part].numpy().tobytes() == images.get(part, bytes([7]) * layout.block_bytes)

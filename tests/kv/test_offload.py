@@ -1,5 +1,8 @@
 """HostKVOffload on a CPU device, against the bytes that were stored."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -147,6 +150,11 @@ def test_only_what_was_looked_up_can_be_loaded() -> None:
 def test_bad_configurations_are_refused(change: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         HostKVOffload(KVOffloadConfig(**change), device_tensors())
+
+
+def test_a_machine_without_a_gpu_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import greenroom.kv.offload, greenroom.bench.kv"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def settle_store(offload: HostKVOffload, keys: list[bytes]) -> None:

@@ -6,7 +6,8 @@ import torch
 
 from greenroom.kernels.gpu.batch_copy import has_batch_copy
 from greenroom.kv.config import KVOffloadConfig
-from greenroom.kv.copies import WAYS, Direction, make_copies
+from greenroom.kv.copies import Direction, make_copies
+from greenroom.kv.cuda_copies import WAYS
 from greenroom.kv.host_memory import HostMemory
 from greenroom.kv.layouts import BlockLayout, TensorLayout, block_layout
 from greenroom.kv.offload import HostKVOffload

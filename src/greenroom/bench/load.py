@@ -216,7 +216,7 @@ def write_checkpoint(config: PretrainedConfig, folder: Path, name: str, progress
         for file in folder.glob("*.safetensors"):
             file.unlink()
         config.save_pretrained(folder)
-        _byte_tokenizer().save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
         with byte_bar("Writing checkpoint") if progress else nullcontext(_unseen) as report:
             _write_shards(tensors, folder, report)
     except OSError as error:
@@ -336,7 +336,7 @@ def _write_fully(stream: BinaryIO, data: memoryview) -> None:
         data = data[stream.write(data) :]
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token for every byte, and the four that every tokenizer has."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # transformers brings it
 

@@ -163,6 +163,44 @@ def handoff(
     _show(result, as_json)
 
 
+@app.command("kv")
+def kv(
+    shape: Shape = "q30-12L",
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the prompt.")] = 3500,
+    part: Annotated[str, typer.Option("--part", help="blocks, prefix or all.")] = "all",
+    cache_expert_num: options.CacheExpertNum = 0,
+    context_num_threads: options.ContextNumThreads = None,
+    device: options.Device = OffloadConfig.device,
+    as_json: options.AsJson = False,
+) -> None:
+    """KV blocks to and from host memory: their speed, and a long prefix loaded against computed again."""
+    from greenroom.bench.kv import bench_kv
+    from greenroom.bench.kv_prefix import bench_kv_prefix
+
+    if part not in ("blocks", "prefix", "all"):
+        raise ConfigError(f"--part is blocks, prefix or all, not '{part}'")
+    knobs = OffloadConfig(cache_expert_num=cache_expert_num, context_num_threads=context_num_threads, device=device)
+    measured = bench_kv(device) if part != "prefix" else iter(())
+    fields = {}
+    while True:
+        with one_json_object(as_json):
+            transfer = next(measured, None)
+        if transfer is None:
+            break
+        if as_json:
+            _show(transfer.to_dict(), as_json)
+        fields[f"{transfer.way}, {transfer.run_bytes >> 10} KiB"] = (
+            f"{transfer.value:.1f} GB/s load, {transfer.store_gb_s:.1f} store; together "
+            f"{transfer.load_gb_s_together:.1f} and {transfer.store_gb_s_together:.1f}"
+        )
+    if fields and not as_json:
+        output.print_fields(fields)
+    if part != "blocks":
+        with one_json_object(as_json):
+            result = bench_kv_prefix(shape, tokens, knobs).to_dict()
+        _show(result, as_json)
+
+
 @app.command("load")
 def load(
     shape: Shape = "q30-12L",

@@ -73,7 +73,7 @@ class HostKVOffload:
         Args:
             tensors: what the device keeps of KV blocks, all on one device.
             layouts: one for each; None if the first dimension of all counts the blocks.
-            way: of copying on a GPU, see ``copies.WAYS``; None for the default.
+            way: of copying on a GPU, see ``cuda_copies.WAYS``; None for the default.
 
         Raises:
             ConfigError: the size does not hold one host block, or a layout does not fit its tensor.

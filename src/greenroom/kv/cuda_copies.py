@@ -1,0 +1,153 @@
+"""Ways to copy KV blocks between a GPU and page-locked host memory. Needs triton, which GPU builds of torch bring."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from greenroom.kernels.gpu.batch_copy import copy_batch, has_batch_copy
+from greenroom.kernels.gpu.block_copy import block_copy_kernel
+from greenroom.kv.copies import BlockCopies, Direction
+from greenroom.kv.layouts import BlockLayout, run_addresses, stretches
+
+_PROGRAMS = 64
+_WORDS = 2048
+"""Of the copy kernel: at 8 bytes a word, 1 MiB is under way at once."""
+
+_WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+_STAGING_BYTES = 32 << 20
+
+
+class BatchCopies(BlockCopies):
+    """The copy engine, a piece for each run of each block, all in one call of the driver."""
+
+    def __init__(self, layout: BlockLayout, tensors: Sequence[torch.Tensor], parts: torch.Tensor) -> None:
+        super().__init__(layout, tensors, parts)
+        self._device_runs = layout.device_addresses(tensors)
+        self._host_runs = parts.data_ptr() + layout.image_offsets
+
+    def start(self, direction: Direction, blocks: np.ndarray, parts: np.ndarray) -> None:
+        """See ``BlockCopies``."""
+        device = np.empty((len(blocks), len(self._layout.runs)), dtype=np.int64)
+        host, sizes = np.empty_like(device), np.empty_like(device)
+        run_addresses(self._device_runs, self._layout.pitches, blocks, device)
+        run_addresses(self._host_runs, self._layout.block_bytes, parts, host)
+        sizes[:] = self._layout.sizes
+        target, source = (device, host) if direction is Direction.LOAD else (host, device)
+        stream = torch.cuda.current_stream(self._tensors[0].device).cuda_stream
+        copy_batch(target.ravel(), source.ravel(), sizes.ravel(), stream)
+
+
+class KernelCopies(BlockCopies):
+    """A kernel that reads or writes host memory itself."""
+
+    def __init__(self, layout: BlockLayout, tensors: Sequence[torch.Tensor], parts: torch.Tensor) -> None:
+        super().__init__(layout, tensors, parts)
+        self._table = _RunTable(layout, tensors, parts.data_ptr())
+
+    def start(self, direction: Direction, blocks: np.ndarray, parts: np.ndarray) -> Any:
+        """See ``BlockCopies``."""
+        return self._table.copy(direction, blocks, parts)
+
+
+class StagedCopies(BlockCopies):
+    """A kernel gathers images on the device, and the copy engine moves these: long pieces, however short the runs."""
+
+    def __init__(self, layout: BlockLayout, tensors: Sequence[torch.Tensor], parts: torch.Tensor) -> None:
+        super().__init__(layout, tensors, parts)
+        self._room = max(1, _STAGING_BYTES // layout.block_bytes)
+        # One for each direction: their streams are not ordered.
+        self._staging = {
+            direction: torch.empty(self._room, layout.block_bytes, dtype=torch.uint8, device=tensors[0].device)
+            for direction in Direction
+        }
+        self._tables = {
+            direction: _RunTable(layout, tensors, staging.data_ptr()) for direction, staging in self._staging.items()
+        }
+
+    def start(self, direction: Direction, blocks: np.ndarray, parts: np.ndarray) -> Any:
+        """See ``BlockCopies``."""
+        alive = []
+        for first in range(0, len(blocks), self._room):
+            some, images = blocks[first : first + self._room], parts[first : first + self._room]
+            places = np.arange(len(some))
+            if direction is Direction.STORE:
+                alive.append(self._tables[direction].copy(direction, some, places))
+            self._move(direction, images)
+            if direction is Direction.LOAD:
+                alive.append(self._tables[direction].copy(direction, some, places))
+        return alive
+
+    def _move(self, direction: Direction, images: np.ndarray) -> None:
+        """Between host memory and the first places of the staging buffer; images side by side go as one piece."""
+        starts, lengths = stretches(images)
+        size = self._layout.block_bytes
+        host = self._parts.data_ptr() + images[starts] * size
+        device = self._staging[direction].data_ptr() + starts * size
+        target, source = (device, host) if direction is Direction.LOAD else (host, device)
+        stream = torch.cuda.current_stream(self._tensors[0].device).cuda_stream
+        copy_batch(target, source, lengths * size, stream)
+
+
+class _RunTable:
+    """What the copy kernel needs to know of a layout and of the images' place."""
+
+    def __init__(self, layout: BlockLayout, tensors: Sequence[torch.Tensor], images: int) -> None:
+        device = tensors[0].device
+        first = layout.device_addresses(tensors)
+        own = images + layout.image_offsets
+        pitches = np.full(len(layout.runs), layout.block_bytes, dtype=np.int64)
+        # Addresses of tensors and mappings count as well: a slice may start anywhere.
+        addresses = np.concatenate([first, own])
+        self._word = int(np.gcd.reduce(np.append(addresses, layout.word_bytes)))
+        table = np.stack([first, layout.pitches, own, pitches, layout.sizes])
+        self._device_runs, self._device_pitches, self._host_runs, self._host_pitches, self._sizes = torch.from_numpy(
+            table
+        ).to(device)
+        self._longest = int(layout.sizes.max())
+
+    def copy(self, direction: Direction, blocks: np.ndarray, images: np.ndarray) -> torch.Tensor:
+        """Returns the numbers that the kernel reads. They were allocated on the current stream."""
+        device = self._sizes.device
+        numbers = torch.from_numpy(np.stack([blocks, images]))
+        if device.type == "cuda":
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        sides = [
+            (self._device_runs, self._device_pitches, numbers[0]),
+            (self._host_runs, self._host_pitches, numbers[1]),
+        ]
+        source, target = reversed(sides) if direction is Direction.LOAD else sides
+        block_copy_kernel[(_PROGRAMS,)](
+            source[0],
+            source[1],
+            target[0],
+            target[1],
+            self._sizes,
+            source[2],
+            target[2],
+            len(blocks),
+            len(self._sizes),
+            self._longest,
+            WORD_BYTES=self._word,
+            WORD=_WORD_TYPES[self._word],
+            BLOCK=_WORDS,
+            num_warps=8,
+        )
+        return numbers
+
+
+WAYS: dict[str, type[BlockCopies]] = {"batch": BatchCopies, "kernel": KernelCopies, "staged": StagedCopies}
+"""By name."""
+
+
+def available_ways() -> list[str]:
+    """Those that the driver knows."""
+    return [way for way in WAYS if way == "kernel" or has_batch_copy()]
+
+
+def default_way() -> str:
+    """What moves blocks fastest on this machine's GPU."""
+    return "staged" if has_batch_copy() else "kernel"
