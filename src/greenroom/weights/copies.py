@@ -1,12 +1,16 @@
 """How blocks get from host memory into buffers on the device."""
 
+import ctypes
 from abc import ABC, abstractmethod
 
 import torch
 
+from greenroom.errors import EngineError
+from greenroom.hardware import cuda_driver
+
 
 class Copies(ABC):
-    """Copies into numbered slots, one under way for a slot at most."""
+    """Copies of uint8 blocks into numbered slots, one under way for a slot at most."""
 
     @abstractmethod
     def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -51,12 +55,24 @@ class StreamCopies(Copies):
         self._landed = [torch.cuda.Event() for _ in range(slots)]
 
     def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """``source`` must be page-locked."""
+        """``source`` must be page-locked.
+
+        By the driver's own call: while work is captured, torch copies only from memory that it has locked itself.
+
+        Raises:
+            EngineError: the driver refused.
+        """
         self._forked[slot].record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._forked[slot])
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            self._landed[slot].record(self._stream)
+        error = cuda_driver().cuMemcpyHtoDAsync_v2(
+            ctypes.c_uint64(target.data_ptr()),
+            ctypes.c_void_p(source.data_ptr()),
+            ctypes.c_size_t(source.numel()),
+            ctypes.c_void_p(self._stream.cuda_stream),
+        )
+        if error != 0:
+            raise EngineError(f"the driver cannot copy offloaded weights to the device (CUDA error {error})")
+        self._landed[slot].record(self._stream)
 
     def wait(self, slot: int) -> None:
         """By an event."""
