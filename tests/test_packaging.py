@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "greenroom"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # From the top down: a package may import those after it, never those before it.
-LAYERS = ["cli", "bench", "engine", "experts", "kernels", "hardware", "config", "errors"]
+LAYERS = ["cli", "bench", "engine", "experts", "weights", "kernels", "hardware", "config", "errors"]
 ENGINE_LIBRARIES = {"transformers", "vllm", "huggingface_hub", "tokenizers", "safetensors"}
 
 
@@ -58,7 +58,11 @@ def test_imports_point_down(path):
             assert there >= here, f"{name} imports {module}"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "experts").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [path for core in ("experts", "weights") for path in sorted((PACKAGE / core).rglob("*.py"))],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
 def test_the_core_knows_no_engine(path):
     assert not {module.split(".")[0] for module in imports(path)} & ENGINE_LIBRARIES
 
@@ -98,7 +102,9 @@ def test_the_wheel_serves_every_python():
     assert re.search(r"^Tag: py3-none-", wheel, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/cli.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/cli.md", "docs/plan.md", "docs/weights.md"]
+)
 def test_links_between_documents_lead_somewhere(name):
     page = ROOT / name
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import mmap
 import os
 import resource
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import torch
 
 from greenroom.errors import MemoryLimitError
+
+HUGE_PAGE = 2 << 20
+"""Bytes."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -52,6 +56,32 @@ def engine_cores(threads: int | None, beside_gpu: bool) -> tuple[int, list[int] 
     return threads, cores[len(cores) - threads :] if threads <= len(cores) else None
 
 
+def map_host_memory(size: int, purpose: str) -> torch.Tensor:
+    """Zeroed memory that starts at a huge page's boundary and is backed by pages as it is written.
+
+    Args:
+        purpose: what an error says that it was for.
+
+    Returns:
+        uint8 [size]; the mapping ends with the last tensor over it.
+
+    Raises:
+        MemoryLimitError: it cannot be had.
+    """
+    try:
+        mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryLimitError(
+            f"cannot reserve {size / 2**30:.2f} GiB of host memory for {purpose} ({error.strerror}); free memory, "
+            "raise the limit (ulimit -v, or the container's), or use a smaller model"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    offset = -memory.data_ptr() % HUGE_PAGE
+    return memory[offset : offset + size]
+
+
 def lock_pages(address: int, size: int) -> None:
     """Page-locks host memory for every CUDA device.
 
@@ -67,7 +97,7 @@ def lock_pages(address: int, size: int) -> None:
     )
     if error != 0:
         raise MemoryLimitError(
-            f"cannot page-lock {size / 2**30:.2f} GiB of host memory for experts (CUDA error {error}; the memlock "
+            f"cannot page-lock {size / 2**30:.2f} GiB of host memory (CUDA error {error}; the memlock "
             f"limit is {memlock_limit()}); raise it with 'ulimit -l unlimited' or the container option "
             "'--ulimit memlock=-1', or give pin_memory=False (--no-pin-memory), which copies about three times "
             "slower"

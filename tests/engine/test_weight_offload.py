@@ -70,6 +70,19 @@ def test_every_family_equals_itself_without(family, late):
                 offload_of(model).weights.check()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "gpt_oss", "nemotron_h", "qwen3_next", "gemma4"])
+def test_half_precision_keeps_every_bit(family, late):
+    """Families that keep some parameters wider than the rest among them."""
+    ids = random_ids(2, 7)
+    with saved_family(family, torch.bfloat16) as (_, folder):
+        with offloaded(folder, device="cpu") as model:
+            expected = logits(model, ids)
+        with offloaded(folder, device="cpu", **knobs(group_size=1, prefetch_step=2)) as model:
+            assert torch.equal(logits(model, ids), expected)
+            dtypes = {parameter.dtype for parameter in model.parameters()}
+            assert torch.bfloat16 in dtypes
+
+
 @pytest.fixture(scope="module")
 def five_layers(tmp_path_factory):
     """A model of five layers, in float32 so that a GPU's sums may be compared with the CPU's."""

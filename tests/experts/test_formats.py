@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from greenroom.errors import MemoryLimitError
 from greenroom.experts.formats import ALIGNMENT, Activation, ActivationKind, ExpertFormat
-from greenroom.experts.store import HUGE_PAGE, HostStore
+from greenroom.experts.store import HostStore
+from greenroom.hardware import HUGE_PAGE
 
 SILU = Activation(ActivationKind.SILU)
 

@@ -27,7 +27,7 @@ from greenroom.experts.tier import DeviceTier
 from greenroom.weights.base import NoWeightOffload, WeightOffloader
 from greenroom.weights.config import WeightOffloadConfig
 from greenroom.weights.make import make_weight_offloader
-from greenroom.weights.select import Selection, select
+from greenroom.weights.select import Selection, select, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Request:
         )
 
     def select(self, spec: ModelSpec) -> Selection:
-        """Which weights that are not experts stay in host memory."""
+        """Which weights that are not experts stay in host memory, by what is known before loading."""
         return select(spec.weights, spec.decoder, self.weights)
 
     def take_weights(self, model: PreTrainedModel, spec: ModelSpec) -> WeightOffloader:
@@ -87,7 +87,9 @@ class Request:
             ConfigError: the device has no such backend.
             MemoryLimitError: no host memory for them, or it cannot be page-locked.
         """
-        weights = make_weight_offloader(self.select(spec), self.device, self.config.pin_memory)
+        # What is loaded may have other dtypes than the configuration lets expect.
+        selection = select(weights_of(model), spec.decoder, self.weights)
+        weights = make_weight_offloader(selection, self.device, self.config.pin_memory)
         weights.take(model)
         return weights
 

@@ -1,6 +1,5 @@
 """HostStore: the one copy of every routed expert, in host memory."""
 
-import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +8,9 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from greenroom import hardware
 from greenroom.errors import MemoryLimitError
 from greenroom.experts.formats import ExpertFormat, ExpertViews
-
-HUGE_PAGE = 2 << 20
-"""Bytes. Layers start on huge-page boundaries: fewer TLB misses for the CPU kernels, fewer pages to lock."""
 
 LockPages = Callable[[int, int], None]
 """Page-locks (address, bytes) for the device; raises MemoryLimitError."""
@@ -21,9 +18,8 @@ LockPages = Callable[[int, int], None]
 
 @dataclass
 class _LayerMemory:
-    """One layer's mapping: ``region`` is the part of it from a huge-page boundary on, ``blocks`` its experts."""
+    """One layer's mapping, ``region``, and its experts, ``blocks``."""
 
-    mapping: mmap.mmap
     address: int
     size: int
     region: torch.Tensor
@@ -128,21 +124,11 @@ class HostStore:
 
 
 def _allocate(count: int, block_bytes: int) -> _LayerMemory:
-    """Maps zeroed memory for ``count`` blocks at a huge-page boundary; pages come when it is written."""
+    """Zeroed memory for ``count`` blocks, in whole huge pages; pages come when it is written."""
     size = count * block_bytes
     if size == 0:
         raise ValueError("a layer needs at least one expert")
-    rounded = -(-size // HUGE_PAGE) * HUGE_PAGE
-    try:
-        mapping = mmap.mmap(-1, rounded + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryLimitError(
-            f"cannot reserve {rounded / 2**30:.2f} GiB of host memory for a layer's experts ({error.strerror}); "
-            "free memory, raise the limit (ulimit -v, or the container's), or use a smaller model"
-        ) from error
-    start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    offset = -start % HUGE_PAGE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    region = torch.frombuffer(mapping, dtype=torch.uint8)[offset : offset + rounded]
-    return _LayerMemory(mapping, start + offset, rounded, region, region[:size].view(count, block_bytes))
+    # Huge pages: fewer TLB misses for the CPU kernels, fewer pages to lock.
+    rounded = -(-size // hardware.HUGE_PAGE) * hardware.HUGE_PAGE
+    region = hardware.map_host_memory(rounded, "a layer's experts")
+    return _LayerMemory(region.data_ptr(), rounded, region, region[:size].view(count, block_bytes))

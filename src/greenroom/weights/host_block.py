@@ -1,43 +1,27 @@
 """Host memory for a unit's weights: one mapping, page-locked beside a GPU."""
 
-import ctypes
 import mmap
 
-import torch
 from torch import nn
 
 from greenroom import hardware
-from greenroom.errors import MemoryLimitError
+from greenroom.errors import ConfigError
 from greenroom.weights.select import Unit
-
-_HUGE_PAGE = 2 << 20
 
 
 class HostBlock:
-    """``memory``: uint8 [size], zeroed, at a huge page's boundary if it is large."""
+    """``memory``: uint8 [size], zeroed."""
 
     def __init__(self, size: int, lock: bool) -> None:
         """
         Raises:
             MemoryLimitError: it cannot be had or locked.
         """
-        try:
-            mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryLimitError(
-                f"cannot reserve {size / 2**20:.0f} MiB of host memory for offloaded weights ({error.strerror}); "
-                "free memory, raise the limit, or offload fewer layers"
-            ) from error
-        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        offset = -start % _HUGE_PAGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        # The tensor keeps the mapping.
-        self.memory = torch.frombuffer(mapping, dtype=torch.uint8)[offset : offset + size]
+        self.memory = hardware.map_host_memory(size, "offloaded weights")
         self._locked = False
         if lock:
             self.memory[:: mmap.PAGESIZE] = 0  # pages that exist are locked several times faster
-            hardware.lock_pages(start + offset, size)
+            hardware.lock_pages(self.address, size)
             self._locked = True
 
     @property
@@ -54,8 +38,18 @@ class HostBlock:
 
 
 def take_unit(unit: Unit, model: nn.Module, lock: bool) -> tuple[HostBlock, list[nn.Parameter]]:
-    """A block with the current values of the unit's weights, and the parameters that they come from."""
+    """A block with the current values of the unit's weights, and the parameters that they come from.
+
+    Raises:
+        ConfigError: they are not what was selected.
+    """
     parameters = [model.get_parameter(weight.names[0]) for weight in unit.weights]
+    for weight, parameter in zip(unit.weights, parameters, strict=True):
+        if (parameter.shape, parameter.dtype) != (weight.shape, weight.dtype):
+            raise ConfigError(
+                f"'{weight.names[0]}' is {parameter.dtype} {list(parameter.shape)}, but was selected as {weight.dtype} "
+                f"{list(weight.shape)}; select from the model that is loaded"
+            )
     block = HostBlock(unit.nbytes, lock)
     try:
         for view, parameter in zip(unit.views(block.memory), parameters, strict=True):
