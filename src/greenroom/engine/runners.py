@@ -2,9 +2,11 @@
 
 import logging
 
+import torch
 from transformers import PreTrainedModel
 
 from greenroom.engine.batch import BatchRunner
+from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.cache import block_bytes
 from greenroom.engine.paged.exclusive import ExclusiveRunner
 from greenroom.engine.paged.packing import Limits
@@ -25,7 +27,7 @@ def make_runner(
     block_size: int = 16,
     max_sequences: int = 32,
 ) -> BatchRunner:
-    """A runner for an offloaded model, which has to stay open as long as the runner.
+    """A runner for an offloaded model, closed with it at the latest.
 
     Args:
         max_tokens: that one call takes.
@@ -46,7 +48,8 @@ def make_runner(
     kept = probe(model)
     if isinstance(kept, str):
         logger.info("one sequence at a time: %s", kept)
-        return ExclusiveRunner(model, Limits(block_size, needed, 1, max_tokens, max_context, vocabulary))
+        alone = Limits(block_size, needed, 1, max_tokens, max_context, vocabulary)
+        return _kept_by(model, ExclusiveRunner(model, alone))
     if (kv_bytes is None) == (num_blocks is None):
         raise ConfigError("give either kv_bytes or num_blocks")
     size = block_bytes(kept.shapes, block_size)
@@ -58,4 +61,16 @@ def make_runner(
             f"a sequence of {max_context} tokens needs {(needed + 1) * size} bytes of KV cache, "
             f"{max(0, num_blocks + 1) * size} are there; allow more, or shorter sequences"
         )
-    return PagedRunner(model, kept, Limits(block_size, num_blocks, max_sequences, max_tokens, max_context, vocabulary))
+    limits = Limits(block_size, num_blocks, max_sequences, max_tokens, max_context, vocabulary)
+    try:
+        return _kept_by(model, PagedRunner(model, kept, limits))
+    except torch.OutOfMemoryError as error:
+        raise MemoryLimitError(
+            f"the GPU has no memory left for {(num_blocks + 1) * size} bytes of KV cache and for decode; allow less"
+        ) from error
+
+
+def _kept_by(model: PreTrainedModel, runner: PagedRunner | ExclusiveRunner) -> BatchRunner:
+    """Closed with the model, before it."""
+    offload_of(model).companions.append(runner)
+    return runner

@@ -8,7 +8,7 @@ from greenroom.engine.paged.packing import Span
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 HEADS = [(4, 4), (8, 2)]
-WIDTHS = [(16, 16), (24, 12), (128, 128)]
+WIDTHS = [(24, 12), (128, 128)]
 SPECIAL = [(None, False), (5, False), (None, True), (130, True)]
 
 
@@ -44,7 +44,7 @@ def is_close(result, expected, dtype):
 @pytest.mark.parametrize(("heads", "key_heads"), HEADS)
 @pytest.mark.parametrize(("dim", "value_dim"), WIDTHS)
 @pytest.mark.parametrize(("window", "sink"), SPECIAL)
-@pytest.mark.parametrize(("tokens", "own"), [(9, 9), (7, 40), (300, 301)])
+@pytest.mark.parametrize(("tokens", "own"), [(9, 9), (4, 40), (133, 140)])
 def test_a_chunk_of_a_sequence(dtype, device, heads, key_heads, dim, value_dim, window, sink, tokens, own):
     before, behind = 3, 6  # keys of other sequences
     query, key, value, sinks = drawn(
@@ -63,11 +63,11 @@ def test_a_chunk_of_a_sequence(dtype, device, heads, key_heads, dim, value_dim, 
 @pytest.mark.parametrize(("dim", "value_dim"), WIDTHS)
 @pytest.mark.parametrize(("window", "sink"), SPECIAL)
 def test_single_tokens_of_several_sequences(dtype, device, heads, key_heads, dim, value_dim, window, sink):
-    lengths = [1, 17, 200, 4]
-    starts = [0, 1, 18, 218]
-    query, key, value, sinks = drawn(heads, key_heads, 4, 222, dim, value_dim, device, sink, dtype)
+    lengths = [1, 17, 140, 4]
+    starts = [0, 1, 18, 158]
+    query, key, value, sinks = drawn(heads, key_heads, 4, 162, dim, value_dim, device, sink, dtype)
     places = torch.tensor(
-        [[start + min(i, n - 1) for i in range(200)] for start, n in zip(starts, lengths, strict=True)]
+        [[start + min(i, n - 1) for i in range(140)] for start, n in zip(starts, lengths, strict=True)]
     )
     result = attend_singles(
         query, key, value, places.to(device), torch.tensor(lengths, device=device), 0.3, window, sinks

@@ -42,13 +42,13 @@ def make(model: PreTrainedModel, **changed) -> PagedRunner:
     return runner
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_random_traffic(family, seed):
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_random_traffic(family, block_size):
     _, stock, model = family
-    runner = make(model, block_size=(4, 16)[seed])
-    traffic = Traffic(runner, stock, seed)
-    for _ in range(20):
-        traffic.step(most=4 if runner.block_size == 4 else 6)
+    runner = make(model, block_size=block_size)
+    traffic = Traffic(runner, stock, seed=block_size)
+    for _ in range(10):
+        traffic.step(most=4 if block_size == 4 else 6)
     assert traffic.begun > 6, "blocks are used again"
     runner.close()
     offload_of(model).manager.check_invariants()
@@ -204,6 +204,32 @@ def test_an_error_within_a_pass_leaves_the_model_usable(mixtral, monkeypatch):
     for _ in range(3):
         traffic.step(most=2)
     runner.close()
+
+
+def test_a_pass_without_memory_is_an_engine_error(mixtral, monkeypatch):
+    stock, model = mixtral
+    runner = make(model)
+
+    def full(*_args, **_others):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.norm, "forward", full)
+        with pytest.raises(EngineError, match="no memory left for a pass of 2 tokens"):
+            runner.run([SequenceChunk([5, 6], 0, [3])])
+    Traffic(runner, stock, seed=8).step(most=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedRunner, "__init__", full)
+        with pytest.raises(MemoryLimitError, match=r"no memory left for \d+ bytes of KV cache"):
+            make(model)
+    runner.close()
+
+
+def test_closing_the_model_closes_its_runners():
+    with saved_family("mixtral") as (_, folder), offloaded(folder, device=DEVICE) as model:
+        runner = make(model)
+    with pytest.raises(EngineError, match="the runner is closed"):
+        runner.run([SequenceChunk([5], 0, [0])])
 
 
 def test_closed(mixtral):

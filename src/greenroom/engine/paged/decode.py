@@ -33,7 +33,6 @@ class _Bucket:
     ids: torch.Tensor
     positions: torch.Tensor
     batch: PagedBatch
-    logits: torch.Tensor
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -72,8 +71,8 @@ class DecodeBuckets:
         words = largest * (_WORDS + self._width)
         self._inputs = torch.zeros(words, dtype=torch.int64, device=cache.device)
         self._twin = torch.zeros(words, dtype=torch.int64, pin_memory=cache.device.type == "cuda")
-        head = model.get_output_embeddings().weight
-        self._logits = torch.zeros(largest, len(head), dtype=head.dtype, device=cache.device)
+        self._largest = largest
+        self._logits: torch.Tensor | None = None  # [largest, vocabulary], made by the first pass
         self._buckets: dict[int, _Bucket] = {}
 
     @property
@@ -108,12 +107,14 @@ class DecodeBuckets:
         self._make_graph(bucket, packing.singles)
         work = self._forward(bucket) if bucket.graph is None else bucket.graph.replay
         self._hostless.run(work, packing.singles)
-        return bucket.logits[: packing.singles]
+        assert self._logits is not None
+        return self._logits[: packing.singles]
 
     def close(self) -> None:
         """Frees the graphs and what the experts need. Idempotent."""
         self._hostless.close()
         self._buckets.clear()
+        self._logits = None
 
     def _bucket(self, rows: int) -> _Bucket:
         if rows not in self._buckets:
@@ -133,7 +134,7 @@ class DecodeBuckets:
             gather=None,
             spans=(),
         )
-        return _Bucket(rows, inputs, ids, positions, batch, self._logits[:rows])
+        return _Bucket(rows, inputs, ids, positions, batch)
 
     def _stage(self, bucket: _Bucket, packing: Packing) -> None:
         """Fills the bucket's inputs. The pass before has ended, so nobody reads the twin any more."""
@@ -170,7 +171,11 @@ class DecodeBuckets:
                 paged=bucket.batch,
                 **{self._cache_name: self._cache},
             )
-        bucket.logits.copy_(output.logits[0])
+        logits = output.logits[0]
+        if self._logits is None:
+            # Never within a capture, since passes that warm up come before.
+            self._logits = logits.new_empty(self._largest, logits.shape[-1])
+        self._logits[: bucket.rows] = logits
 
 
 def _padding(cache: PagedCache) -> Packing:

@@ -107,10 +107,15 @@ class PagedRunner:
         """
         cache = self._open_cache()
         packing = pack(chunks, self._limits)
-        if self._decode is not None and self._decode.takes(packing):
-            return self._decode.run(packing)
-        self.flush()
-        return self._run_layer_by_layer(packing, cache)
+        try:
+            if self._decode is not None and self._decode.takes(packing):
+                return self._decode.run(packing)
+            self.flush()
+            return self._run_layer_by_layer(packing, cache)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"the GPU has no memory left for a pass of {len(packing.ids)} tokens; allow fewer, or fewer KV blocks"
+            ) from error
 
     def flush(self) -> None:
         """Counts the last call, if that has not been done."""
