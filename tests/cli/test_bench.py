@@ -132,6 +132,38 @@ def test_kernels_print_a_line_each(runner, fake_bench):
         assert words in table
 
 
+TRANSFER = {"way": "staged", "run_bytes": 16384, "value": 50.0, "store_gb_s": 49.0} | {
+    "load_gb_s_together": 40.0,
+    "store_gb_s_together": 39.0,
+}
+
+
+@pytest.mark.parametrize(("part", "lines"), [("all", 3), ("blocks", 2), ("prefix", 1)])
+def test_kv(runner, fake_bench, part, lines):
+    rows = [SimpleNamespace(**row, to_dict=lambda row=row: row) for row in (TRANSFER, TRANSFER | {"way": "kernel"})]
+    transfers = fake_bench("kv", "bench_kv", iter(rows))
+    prefixes = fake_bench("kv_prefix", "bench_kv_prefix", result_of(value=12.5, speedup=16.0))
+    flags = ["bench", "kv", "--part", part, "--shape", "small", "--tokens", "99", "--device", "cpu"]
+    result = runner.invoke(app, [*flags, "--json"])
+    assert result.exit_code == 0, result.output
+    printed = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(printed) == lines
+    assert (TRANSFER | {"commit": commit_hash()} in printed) == (part != "prefix")
+    assert transfers == ([(("cpu",), {})] if part != "prefix" else [])
+    assert [arguments[:2] for arguments, _ in prefixes] == ([("small", 99)] if part != "blocks" else [])
+
+
+def test_kv_as_a_table(runner, fake_bench):
+    fake_bench("kv", "bench_kv", iter([SimpleNamespace(**TRANSFER)]))
+    fake_bench("kv_prefix", "bench_kv_prefix", result_of(value=12.5, speedup=16.0))
+    table = runner.invoke(app, ["bench", "kv"]).stdout
+    for words in ("staged, 16 KiB", "50.0 GB/s load, 49.0 store; together 40.0 and 39.0", "12.5"):
+        assert words in table
+    refused = runner.invoke(app, ["bench", "kv", "--part", "some"])
+    assert refused.exit_code == 2
+    assert "blocks, prefix or all" in refused.stderr
+
+
 @pytest.mark.parametrize(("flags", "graph"), [([], True), (["--eager"], False)])
 def test_eager_decode(runner, fake_bench, flags, graph):
     calls = fake_bench("model", "bench_decode", result_of(value=1.0))

@@ -1,4 +1,4 @@
-"""KV blocks in host memory behind a serving engine, with a trained model on the CPU: the same tokens, less prefill."""
+"""KV blocks in host memory behind a serving engine, with a trained model: the same tokens, less prefill."""
 
 import queue
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 BLOCK_BYTES = 8 * 2 * BLOCK * 2 * 32 * 4  # layers, keys and values, tokens, heads, width, float32
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def loaded(tmp_path_factory, request) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
     """In float32, so that a token does not depend on what else a pass computes."""
     folder = tmp_path_factory.mktemp("tiny-moe")
     AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).save_pretrained(folder)
     AutoTokenizer.from_pretrained(FOLDER).save_pretrained(folder)
-    model, tokenizer = greenroom.load(folder, progress=False, cache_expert_num=4, device="cpu")
+    model, tokenizer = greenroom.load(folder, progress=False, cache_expert_num=4, device=request.param)
     yield model, tokenizer
     greenroom.close(model)
 
