@@ -171,6 +171,23 @@ def test_without(five_layers):
         assert offload_of(model).weights.selection.units == ()
 
 
+def test_batches_over_a_paged_cache(late):
+    """Prompts and single tokens of several sequences in one pass."""
+    from greenroom.engine.runners import make_runner
+    from tests.engine.paged.driver import Traffic
+
+    with saved_family("qwen2_moe") as (stock, folder):
+        chosen = knobs(group_size=1, params="self_attn|shared", prefetch_step=2)
+        with offloaded(folder, device="cpu", cache_expert_num=4, **chosen) as model:
+            runner = make_runner(model, num_blocks=40, block_size=4, max_tokens=128, max_context=48)
+            traffic = Traffic(runner, stock, seed=0)
+            for _ in range(6):
+                traffic.step(most=4)
+                offload_of(model).weights.check()
+            runner.close()
+            assert late[0].started > 0
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_steps_of_a_runner(late, step):
     """Through Triton's interpreter, three steps: the runner needs to know nothing of it."""
