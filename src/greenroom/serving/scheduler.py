@@ -85,6 +85,8 @@ class Scheduler:
         """Admits, and decides on the next pass; nothing if there is nothing to compute at the moment."""
         self._take_loaded()
         self._admit()
+        for sequence in self.running:
+            self._adopt(sequence)
         shares = share_tokens([sequence.pending for sequence in self.running], self.limits.max_tokens)
         planned = []
         for sequence, share in [*zip(self.running, shares, strict=True)]:
@@ -182,6 +184,23 @@ class Scheduler:
         keys = sequence.keys[: (len(sequence.tokens) - 1) // size]
         found = self.pool.lookup(keys)
         return found, keys[len(found) :]
+
+    def _adopt(self, sequence: Sequence) -> None:
+        """Takes blocks that others have computed since: requests with the same prompt compute it once."""
+        if not self.limits.reuse or sequence.pending == 1:
+            return
+        start = sequence.registered
+        found = self.pool.lookup(sequence.keys[start : (len(sequence.tokens) - 1) // self.limits.block_size])
+        if not found:
+            return
+        self.pool.acquire(found)
+        end = start + len(found)
+        self.pool.release(sequence.blocks[start:end])
+        sequence.blocks[start:end] = found
+        before, sequence.computed = sequence.computed, end * self.limits.block_size
+        sequence.registered = end
+        if sequence.cached_tokens is not None and len(sequence.tokens) == sequence.prompt_tokens:
+            sequence.cached_tokens += sequence.computed - before
 
     def _has_room(self, newcomer: Sequence, found: int) -> bool:
         """Whether the newcomer's tokens fit beside what was promised, with a block more for each of the others."""

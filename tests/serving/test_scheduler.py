@@ -1,0 +1,248 @@
+"""Scheduler: single decisions. What comes of many of them is in test_loop."""
+
+import pytest
+
+from greenroom.errors import ConfigError
+from greenroom.kv.base import Transfers
+from greenroom.serving.scheduler import Scheduler, SchedulerLimits
+from greenroom.serving.sequence import Sequence
+
+SIZE = 4
+
+
+class Offload:
+    """Has whatever it was told to have; jobs end when the test says so."""
+
+    block_factor = 1
+
+    def __init__(self) -> None:
+        self.has = 0
+        self.begun: list[tuple[str, int, list[int]]] = []
+        self.ended = Transfers()
+        self.stores = False
+
+    def lookup(self, keys) -> int:
+        return min(self.has, len(keys))
+
+    def start_load(self, keys, block_ids) -> int:
+        return self._begin("load", block_ids)
+
+    def start_store(self, keys, block_ids) -> int | None:
+        return self._begin("store", block_ids) if self.stores else None
+
+    def poll(self) -> Transfers:
+        ended, self.ended = self.ended, Transfers()
+        return ended
+
+    def _begin(self, kind, block_ids) -> int:
+        self.begun.append((kind, len(self.begun), list(block_ids)))
+        return len(self.begun) - 1
+
+
+def make(num_blocks=8, max_sequences=4, max_tokens=16, reuse=True, offload=None) -> Scheduler:
+    return Scheduler(SchedulerLimits(SIZE, num_blocks, max_sequences, max_tokens, reuse), offload)
+
+
+def add(scheduler, order, length, letter=None, max_length=None) -> Sequence:
+    first = letter if letter is not None else order
+    sequence = Sequence(order, [100 * first + place for place in range(length)])
+    scheduler.add(sequence, max_length or length + 1)
+    return sequence
+
+
+def step(scheduler, token=7) -> list[tuple[int, int]]:
+    """One pass; (order, tokens) of each chunk."""
+    planned = scheduler.plan()
+    scheduler.check()
+    scheduler.passed(planned)
+    for item in planned:
+        if item.samples:
+            scheduler.append(item.sequence, token)
+    scheduler.check()
+    return [(item.sequence.order, len(item.chunk.token_ids)) for item in planned]
+
+
+class TestAdmission:
+    def test_in_order_of_arrival_as_seats_allow(self) -> None:
+        scheduler = make(max_sequences=2)
+        sequences = [add(scheduler, order, 2) for order in (1, 0, 2)]
+        assert step(scheduler) == [(0, 2), (1, 2)]
+        scheduler.finish(sequences[0])
+        assert step(scheduler) == [(0, 1), (2, 2)]
+
+    def test_what_can_never_fit_is_refused(self) -> None:
+        scheduler = make(num_blocks=8)
+        add(scheduler, 0, 5, max_length=32)
+        with pytest.raises(ConfigError, match="33 tokens do not fit the KV cache of 32"):
+            add(scheduler, 1, 5, max_length=33)
+
+    def test_what_does_not_fit_now_waits_and_holds_those_behind_it(self) -> None:
+        scheduler = make(num_blocks=8)
+        first, second, _ = add(scheduler, 0, 12), add(scheduler, 1, 17), add(scheduler, 2, 1)
+        assert step(scheduler) == [(0, 12)]
+        assert scheduler.waiting[0] is second
+        assert len(scheduler.waiting) == 2
+        scheduler.finish(first)
+        assert [order for order, _ in step(scheduler)] == [1, 2]
+
+    def test_blocks_promised_to_a_prompt_are_not_given_away(self) -> None:
+        scheduler = make(num_blocks=8, max_tokens=8)
+        add(scheduler, 0, 20)  # 5 blocks and one to go on with; two passes have to come
+        add(scheduler, 1, 8)
+        assert step(scheduler) == [(0, 8)]
+        assert step(scheduler) == [(0, 8)]
+        assert scheduler.preemptions == 0
+
+    def test_the_last_token_is_always_computed(self) -> None:
+        scheduler = make()
+        scheduler.finish(self.done(scheduler, 0, 8))
+        again = add(scheduler, 1, 8, letter=0)
+        assert step(scheduler) == [(1, 4)]
+        assert again.cached_tokens == 4
+
+    def done(self, scheduler, order, length) -> Sequence:
+        sequence = add(scheduler, order, length)
+        step(scheduler)
+        return sequence
+
+    def test_nothing_is_shared_if_the_cache_is_not_made_of_blocks(self) -> None:
+        scheduler = make(max_sequences=1, reuse=False)
+        scheduler.finish(self.done(scheduler, 0, 8))
+        again = add(scheduler, 1, 8, letter=0)
+        assert step(scheduler) == [(1, 8)]
+        assert again.cached_tokens == 0
+
+
+class TestPrefixes:
+    def test_equal_prompts_are_computed_once(self) -> None:
+        scheduler = make(num_blocks=40, max_tokens=16)
+        same = [add(scheduler, order, 41, letter=0) for order in range(4)]
+        passes = []
+        while any(len(sequence.tokens) == 41 for sequence in same):
+            passes.append(step(scheduler))
+        assert sum(count for chunks in passes for _, count in chunks) < 41 + 4 * 16
+        assert all(sequence.cached_tokens >= 32 for sequence in same[1:])
+        assert all(sequence.blocks[:8] == same[0].blocks[:8] for sequence in same)
+
+    def test_an_adopted_block_takes_the_place_of_a_half_computed_one(self) -> None:
+        scheduler = make(num_blocks=20, max_tokens=8)
+        first, second = add(scheduler, 0, 21, letter=0), add(scheduler, 1, 21, letter=0)
+        step(scheduler)
+        scheduler._make_room(second, 6)
+        second.computed = 6
+        scheduler._register(second)
+        step(scheduler)
+        assert second.blocks[1] == first.blocks[1]
+        assert second.computed == 8
+        assert second.cached_tokens == 2
+
+
+class TestPreemption:
+    def test_the_youngest_gives_up_its_blocks_and_comes_back_first(self) -> None:
+        scheduler = make(num_blocks=6)
+        old, young = add(scheduler, 0, 7, max_length=24), add(scheduler, 1, 7, max_length=24)
+        for _ in range(6):
+            step(scheduler)
+        assert scheduler.preemptions == 0
+        for _ in range(4):
+            step(scheduler)
+        assert scheduler.preemptions == 1
+        assert scheduler.running == [old]
+        add(scheduler, 2, 1)
+        assert scheduler.waiting[0] is young
+        scheduler.finish(old)
+        assert step(scheduler)[0][0] == 1
+        assert young.cached_tokens == 0  # of the prompt, when it came first
+
+    def test_none_while_a_load_may_bring_a_younger_victim(self) -> None:
+        offload = Offload()
+        scheduler = make(num_blocks=6, offload=offload)
+        old = add(scheduler, 0, 7, max_length=24)
+        step(scheduler)
+        offload.has = 1
+        young = add(scheduler, 1, 7, max_length=24)
+        step(scheduler)
+        assert scheduler.loading == [young]
+        while len(old.tokens) < 20:
+            assert step(scheduler) == [(0, 1)]
+        step(scheduler)
+        assert step(scheduler) == []  # 5 of 6 blocks, one is being loaded: the old one waits, and keeps its own
+        assert scheduler.running == [old]
+        assert scheduler.preemptions == 0
+        offload.ended = Transfers(done=(0,))
+        assert step(scheduler) == [(0, 1)]
+        assert scheduler.waiting == [young]
+        assert scheduler.preemptions == 1
+
+    def test_none_of_itself_while_stores_hold_blocks(self) -> None:
+        offload = Offload()
+        scheduler = make(num_blocks=4, offload=offload)
+        offload.stores = True
+        scheduler.finish(TestAdmission().done(scheduler, 0, 8))
+        offload.stores = False
+        only = add(scheduler, 1, 7, max_length=16)
+        step(scheduler)
+        step(scheduler)
+        assert step(scheduler) == []
+        assert scheduler.running == [only]
+        offload.ended = Transfers(done=(0,))
+        assert step(scheduler) == [(1, 1)]
+        assert scheduler.preemptions == 0
+
+
+class TestHostMemory:
+    def loading(self, has=2, length=9) -> tuple[Scheduler, Offload, Sequence]:
+        offload = Offload()
+        offload.has = has
+        scheduler = make(offload=offload)
+        sequence = add(scheduler, 0, length)
+        assert step(scheduler) == []
+        assert scheduler.transferring
+        return scheduler, offload, sequence
+
+    def test_a_loaded_prefix_is_not_computed(self) -> None:
+        scheduler, offload, sequence = self.loading()
+        offload.ended = Transfers(done=(0,))
+        assert step(scheduler) == [(0, 1)]
+        assert sequence.cached_tokens == scheduler.loaded_tokens == 8
+        assert not scheduler.transferring
+
+    def test_what_could_not_be_loaded_is_computed(self) -> None:
+        scheduler, offload, sequence = self.loading()
+        offload.ended = Transfers(failed=(0,))
+        assert step(scheduler) == [(0, 9)]
+        assert sequence.cached_tokens == scheduler.loaded_tokens == 0
+
+    def test_others_run_meanwhile(self) -> None:
+        scheduler, offload, _ = self.loading()
+        offload.has = 0
+        add(scheduler, 1, 3)
+        assert step(scheduler) == [(1, 3)]
+
+    def test_blocks_stay_with_the_job_of_a_request_that_ended(self) -> None:
+        scheduler, offload, sequence = self.loading()
+        scheduler.finish(sequence)
+        scheduler.check()
+        assert scheduler.pool.used == 2
+        offload.ended = Transfers(done=(0,))
+        step(scheduler)
+        assert scheduler.pool.used == 0
+        assert not scheduler.transferring
+
+    def test_the_last_token_is_not_loaded_either(self) -> None:
+        _, offload, _ = self.loading(has=5, length=8)
+        assert len(offload.begun[0][2]) == 1
+
+    def test_blocks_that_are_stored_are_kept(self) -> None:
+        offload = Offload()
+        offload.stores = True
+        scheduler = make(offload=offload)
+        sequence = add(scheduler, 0, 9)
+        step(scheduler)
+        kind, job, blocks = offload.begun[0]
+        assert (kind, blocks) == ("store", sequence.blocks[:2])
+        scheduler.finish(sequence)
+        assert scheduler.pool.used == 2
+        offload.ended = Transfers(failed=(job,))
+        step(scheduler)
+        assert scheduler.pool.used == 0
