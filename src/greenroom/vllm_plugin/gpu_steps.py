@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,25 +32,49 @@ IDLE_S = 0.02
 WATCHDOG_S = 60.0
 
 
+class Marker(Protocol):
+    """A point in the device's work; ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+
+    def synchronize(self) -> None:
+        """Waits for it."""
+
+
+class _Reached:
+    """On a CPU, where work is done when it has been called."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class _Open:
     """A step whose work has been enqueued: ``end`` is behind it; ``since`` by time.monotonic."""
 
-    end: torch.cuda.Event
+    end: Marker
     learn: bool
     since: float
 
 
 class GpuStepDriver(StepDriver):
-    """Steps of up to ``MAX_GRAPH_TOKENS`` tokens through a ``DecodePath``, longer ones by the host."""
+    """Steps of up to ``MAX_GRAPH_TOKENS`` tokens through a ``DecodePath``, longer ones by the host.
+
+    Runs on a CPU device too, for tests.
+    """
 
     def __init__(self, experts: RankExperts, watchdog_s: float = WATCHDOG_S) -> None:
         super().__init__(experts)
         manager = self.manager
         assert experts.engine is not None
         self._device = manager.tier.device
+        on_gpu = self._device.type == "cuda"
         self._watchdog_s = watchdog_s
-        self._mailboxes = Mailboxes(experts.engine, manager.store, MAX_GRAPH_TOKENS, experts.top_k, pin_memory=True)
+        self._mailboxes = Mailboxes(experts.engine, manager.store, MAX_GRAPH_TOKENS, experts.top_k, pin_memory=on_gpu)
         slot_of = manager.tier.device_map(manager.cache.slot_of)
         self._path = DecodePath(
             manager.store, manager.tier.slots, slot_of, self._mailboxes, MAX_GRAPH_TOKENS, experts.top_k
@@ -88,10 +113,18 @@ class GpuStepDriver(StepDriver):
                 self._close_step()
         self._mailboxes.close()
 
+    def mark_end(self) -> Marker:
+        """A marker behind all that has been enqueued."""
+        if self._device.type != "cuda":
+            return _Reached()
+        end = torch.cuda.Event()
+        end.record(torch.cuda.current_stream(self._device))
+        return end
+
     def _run(self, tokens: int, work: Callable[[], T]) -> T:
         self._hostless = tokens <= MAX_GRAPH_TOKENS
         try:
-            if torch.cuda.is_current_stream_capturing():
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 # Enqueues only; what surrounds a step is done whenever the graph is replayed.
                 return self._captured(tokens, work)
             with self._lock:
@@ -115,8 +148,7 @@ class GpuStepDriver(StepDriver):
         try:
             result = work()
             steps.enqueued()
-            end = torch.cuda.Event()
-            end.record(torch.cuda.current_stream(self._device))
+            end = self.mark_end()
         except BaseException:
             self._given_up = steps.abandon()
             raise
@@ -193,7 +225,7 @@ class GpuStepDriver(StepDriver):
                 weights = torch.zeros(tokens, self._path.top_k, dtype=torch.float32, device=self._device)
                 self._path.run(layer, hidden, ids, weights)
             self._steps.enqueued()
-            torch.cuda.synchronize(self._device)
+            self.mark_end().synchronize()
             self._steps.finish(learn=False)
             tokens *= 2
 

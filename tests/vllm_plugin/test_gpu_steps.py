@@ -1,0 +1,178 @@
+"""Steps as vLLM makes them, one enqueued behind the other; without a GPU through Triton's interpreter."""
+
+import time
+
+import pytest
+import torch
+
+from greenroom import hardware
+from greenroom.errors import EngineError
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.vllm_plugin.binding import Share
+from greenroom.vllm_plugin.formats import LayerFormat
+from greenroom.vllm_plugin.options import MoeOffloadOptions
+from greenroom.vllm_plugin.rank import RankExperts
+from tests.reference.expert_math import moe_float64
+
+pytest.importorskip("triton")
+
+from greenroom.vllm_plugin import gpu_steps
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+FMT = ExpertFormat(32, 32, torch.float32, Activation(ActivationKind.SILU))
+EXPERTS, TOP_K, LAYERS = 6, 2, 2
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    monkeypatch.setattr(gpu_steps, "MAX_GRAPH_TOKENS", 4)
+    experts = RankExperts(MoeOffloadOptions(cache_expert_num=3, context_num_threads=2), DEVICE, Share(0, 1, True))
+    torch.manual_seed(0)
+    for _ in range(LAYERS):
+        _, store = experts.add_layer(LayerFormat(FMT, False), EXPERTS, TOP_K)
+        views = store.views(0)
+        views.up.copy_(torch.randn(views.up.shape) * 0.3)
+        views.down.copy_(torch.randn(views.down.shape) * 0.3)
+    experts.finish()
+    yield experts
+    experts.close()
+
+
+@pytest.fixture
+def driver(rank):
+    steps = gpu_steps.GpuStepDriver(rank)
+    yield steps
+    steps.close()
+
+
+class Model(torch.nn.Module):
+    """Two layers of experts whose routing is given."""
+
+    def __init__(self, driver):
+        super().__init__()
+        self.driver, self.seen = driver, []
+
+    def forward(self, positions, hidden, ids, weights):
+        for layer in range(LAYERS):
+            out = self.driver.run_layer(layer, hidden, ids, weights)
+            self.seen.append((layer, hidden.cpu(), ids.cpu(), weights.cpu(), out.cpu()))
+            hidden = hidden + out
+        return hidden
+
+
+def batch(tokens):
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)]).int()
+    tensors = (torch.arange(tokens), torch.randn(tokens, FMT.hidden), ids, torch.rand(tokens, TOP_K))
+    return {k: t.to(DEVICE) for k, t in zip(("positions", "hidden", "ids", "weights"), tensors, strict=True)}
+
+
+def call(model, driver, tokens, rows=None):
+    """One step; checks every layer against float64, rows of padding excepted."""
+    model.seen.clear()
+    if rows is None:
+        model(**batch(tokens))
+    else:
+        with driver.counted(rows):
+            model(**batch(tokens))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    store, real = driver.manager.store, tokens if rows is None else rows
+    for layer, hidden, ids, weights, out in model.seen:
+        expected = moe_float64(hidden[:real], ids[:real], weights[:real], store.views(layer), FMT)
+        torch.testing.assert_close(out[:real].double(), expected, rtol=1e-4, atol=1e-5)
+    assert len(model.seen) == LAYERS
+
+
+def test_steps_of_every_size_agree_with_float64(driver):
+    model = Model(driver)
+    driver.attach(model)
+    for tokens in (1, 3, 4, 9, 2, 5, 1, 4):
+        call(model, driver, tokens, rows=tokens)
+        driver.manager.check_invariants()
+    driver.settle()
+    total = driver.manager.counters.total()
+    assert total.hits > 0
+    assert total.admissions > 0
+
+
+def test_rows_of_padding_and_steps_that_are_not_counted_leave_no_trace(driver):
+    model = Model(driver)
+    driver.attach(model)
+    for tokens in (3, 7):
+        call(model, driver, tokens)
+    driver.settle()
+    assert driver.manager.counters.total().to_dict() == dict.fromkeys(driver.manager.counters.total().to_dict(), 0)
+    call(model, driver, 4, rows=1)
+    driver.settle()
+    total = driver.manager.counters.total()
+    assert total.hits + total.misses == LAYERS * TOP_K
+
+
+def test_a_replay_is_a_step_and_a_call_inside_it_is_not_another(driver):
+    model = Model(driver)
+    driver.attach(model)
+    inputs = batch(2)
+    with driver.counted(2):
+        out = driver.run(2, lambda: model(**inputs))
+    assert out.shape == (2, FMT.hidden)
+    driver.settle()
+    total = driver.manager.counters.total()
+    chosen = len(set(inputs["ids"].flatten().tolist()))
+    assert total.hits + total.misses == LAYERS * chosen
+
+
+def test_the_step_behind_which_nothing_follows_is_closed(driver):
+    model = Model(driver)
+    driver.attach(model)
+    call(model, driver, 2, rows=2)
+    deadline = time.monotonic() + 20
+    while driver._opened is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert driver._opened is None
+    call(model, driver, 3, rows=3)
+
+
+def test_a_step_that_does_not_end_is_given_up(rank, monkeypatch):
+    driver = gpu_steps.GpuStepDriver(rank, watchdog_s=0.05)
+    model = Model(driver)
+    driver.attach(model)
+
+    class Never:
+        """Ends only once every wait has been answered."""
+
+        def query(self):
+            return False
+
+        def synchronize(self):
+            while driver._given_up is None:
+                time.sleep(0.01)
+
+    try:
+        monkeypatch.setattr(driver, "mark_end", Never)
+        call(model, driver, 2, rows=2)
+        with pytest.raises(EngineError, match=r"given up: decode step \d+: .* within 0.05 s"):
+            call(model, driver, 2, rows=2)
+        with pytest.raises(EngineError, match="given up"):
+            driver.settle()
+    finally:
+        driver.close()
+
+
+def test_an_error_inside_a_step_is_the_callers(driver):
+    def fail():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        driver.run(9, fail)
+    call_model = Model(driver)
+    driver.attach(call_model)
+    call(call_model, driver, 2, rows=2)
+    with pytest.raises(KeyError, match="mine"):
+        driver.run(2, fail)
+    with pytest.raises(EngineError, match="given up"):
+        call(call_model, driver, 2, rows=2)
+
+
+def test_page_locking_is_asked_for_beside_a_gpu_only(rank):
+    assert rank.manager.store.locked == (DEVICE.type == "cuda")
+    assert hardware.memlock_limit()
