@@ -61,12 +61,14 @@ class ServingEngine:
         max_waiting: int = 128,
         max_step_tokens: int | None = None,
         offload: KVOffload | None = None,
+        reuse: bool | None = None,
     ) -> None:
         """
         Args:
             max_waiting: requests that are taken beyond those that the runner runs at once.
             max_step_tokens: tokens of one pass, prompts and outputs together; None for what the runner takes.
             offload: host memory for KV blocks.
+            reuse: blocks of one request may serve another. None: if the runner takes several sequences.
 
         Raises:
             ConfigError: a number out of range.
@@ -80,7 +82,7 @@ class ServingEngine:
         self._facts = facts
         self._context_length = min(facts.context_length, runner.num_blocks * runner.block_size)
         self._capacity = runner.max_sequences + max_waiting
-        self._loop = EngineLoop(tokenizer, runner, facts.vocabulary, max_step_tokens, offload)
+        self._loop = EngineLoop(tokenizer, runner, facts.vocabulary, max_step_tokens, offload, reuse)
         self._closers = [runner.close] + ([offload.close] if offload is not None else [])
         self._changed = threading.Condition()
         # Guarded by _changed:

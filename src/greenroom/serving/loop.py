@@ -44,12 +44,15 @@ class EngineLoop:
         vocabulary: int,
         max_step_tokens: int | None = None,
         offload: KVOffload | None = None,
+        reuse: bool | None = None,
     ) -> None:
         """
         Args:
             vocabulary: width of the logits.
             max_step_tokens: of one pass; None for what the runner takes.
             offload: where full KV blocks are kept besides; the caller closes it.
+            reuse: blocks of one request may serve another. None: if the runner takes several sequences, since one
+                that takes a single one may not have its cache in blocks.
         """
         tokens = runner.max_tokens if max_step_tokens is None else min(max_step_tokens, runner.max_tokens)
         limits = SchedulerLimits(
@@ -57,7 +60,7 @@ class EngineLoop:
             num_blocks=runner.num_blocks,
             max_sequences=runner.max_sequences,
             max_tokens=tokens,
-            reuse=runner.max_sequences > 1,  # a cache that is not made of blocks cannot be shared
+            reuse=runner.max_sequences > 1 if reuse is None else reuse,
         )
         self.scheduler = Scheduler(limits, offload)
         self._tokenizer = tokenizer

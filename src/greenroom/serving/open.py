@@ -71,7 +71,8 @@ def open_engine(
         if kv_offload is not None:
             offload = _open_offload(kv_offload, runner)
             stack.callback(offload.close)
-        engine = ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload)
+        reuse = isinstance(runner, PagedRunner)
+        engine = ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload, reuse=reuse)
         stack.pop_all()  # the engine closes them
         return engine
 
