@@ -7,7 +7,8 @@ import numpy as np
 
 from greenroom.experts.dispatch import CostModel
 
-_FIELDS = ("hits", "misses", "streamed", "cpu", "admissions", "evictions")
+COUNTER_NAMES = ("hits", "misses", "streamed", "cpu", "admissions", "evictions")
+"""In the order of ``LayerCounters``'s fields."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,25 @@ class Counters:
     """Running counts of all layers."""
 
     def __init__(self, layers: int) -> None:
-        self._counts = np.zeros((layers, len(_FIELDS)), dtype=np.int64)
+        self._counts = np.zeros((layers, len(COUNTER_NAMES)), dtype=np.int64)
 
     def add(self, layer: int, **counts: int) -> None:
         """Adds to the named counts of a layer."""
         for name, count in counts.items():
-            self._counts[layer, _FIELDS.index(name)] += count
+            self._counts[layer, COUNTER_NAMES.index(name)] += count
 
     def add_all(self, **counts: np.ndarray) -> None:
         """Adds to the named counts of all layers: int [layers] each."""
         for name, count in counts.items():
-            self._counts[:, _FIELDS.index(name)] += count
+            self._counts[:, COUNTER_NAMES.index(name)] += count
 
     def reset(self) -> None:
         """Sets every count to 0."""
         self._counts[:] = 0
+
+    def table(self) -> np.ndarray:
+        """int64 [layers, counts]: a copy, columns as in ``COUNTER_NAMES``."""
+        return self._counts.copy()
 
     def layers(self) -> tuple[LayerCounters, ...]:
         """One entry a layer."""

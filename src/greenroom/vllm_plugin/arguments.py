@@ -10,10 +10,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from greenroom.errors import ConfigError
 from greenroom.vllm_plugin.conflicts import check_arguments, check_config, choose_worker, limit_graphs
+from greenroom.vllm_plugin.metrics import serve_metrics
 from greenroom.vllm_plugin.options import CONFIG_KEY, FLAGS, MoeOffloadOptions, collect
 from greenroom.vllm_plugin.versions import judge, vllm_version
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.greenroom")  # below vLLM's own, which has the handlers
 
 _MARK = "_greenroom"
 
@@ -108,6 +109,7 @@ def _with_offload(original: Callable[..., Any]) -> Callable[..., Any]:
         limit_graphs(self)
         config = original(self, *args, **kwargs)
         check_config(config)
+        serve_metrics(config.instance_id)
         return config
 
     return create_engine_config

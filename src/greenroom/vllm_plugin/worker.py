@@ -7,6 +7,7 @@ import torch
 
 from greenroom.errors import ConfigError
 from greenroom.vllm_plugin.binding import Share, gpu_node
+from greenroom.vllm_plugin.metrics import CounterFile
 from greenroom.vllm_plugin.options import MoeOffloadOptions
 from greenroom.vllm_plugin.rank import RankExperts
 from greenroom.vllm_plugin.routed_experts import OffloadingLayer, offloading_layers, replace_routed_experts
@@ -20,9 +21,11 @@ class OffloadMixin:
     model_runner: Any
     device: torch.device
     local_rank: int
+    rank: int
 
     experts: RankExperts | None = None
     steps: StepDriver | None = None
+    counter_file: CounterFile | None = None
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads the model, its experts into host memory; then allocates slots and buffers: memory is profiled later."""
@@ -39,6 +42,8 @@ class OffloadMixin:
         with self.experts.building():
             super().load_model(**kwargs)  # type: ignore[misc]
         self._make_ready(self.experts)
+        assert self.steps is not None
+        self.counter_file = CounterFile(self.vllm_config.instance_id, self.rank, len(self.steps.manager.layers))
 
     def _make_ready(self, experts: RankExperts) -> None:
         model = self.model_runner.get_model()
@@ -60,13 +65,16 @@ class OffloadMixin:
         """A step of real requests; all others (profiling, warm-up, capture) touch no statistics."""
         assert self.steps is not None
         with self.steps.counted(scheduler_output.total_num_scheduled_tokens):
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if self.counter_file is not None:
+            self.counter_file.publish(self.steps.manager.counters)
+        return output
 
     def moe_offload_stats(self) -> dict[str, Any]:
         """Counters of this rank, in all and a layer; for ``LLM.collective_rpc("moe_offload_stats")``."""
-        assert self.experts is not None
-        assert self.experts.manager is not None
-        counters = self.experts.manager.counters
+        assert self.steps is not None
+        self.steps.settle()
+        counters = self.steps.manager.counters
         return {"total": counters.total().to_dict(), "layers": [layer.to_dict() for layer in counters.layers()]}
 
     def sleep(self, level: int = 1) -> None:
@@ -90,6 +98,8 @@ class OffloadMixin:
 
     def shutdown(self) -> None:
         """Ends the threads and frees host memory after vLLM has let go of the device."""
+        if self.counter_file is not None:
+            self.counter_file.close()
         if self.steps is not None:
             self.steps.close()
         super().shutdown()  # type: ignore[misc]
