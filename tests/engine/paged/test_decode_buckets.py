@@ -104,6 +104,22 @@ def test_padding_is_routed_nowhere_and_counts_follow(mixtral):
         runner.close()
 
 
+def test_a_pass_layer_by_layer_counts_the_step_before(mixtral):
+    stock, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner, manager = make(model), offload_of(model).manager
+        learnt: list[str] = []
+        for name in ("learn", "begin_step"):
+            own = getattr(manager, name)
+            setattr(manager, name, lambda *a, own=own, name=name: (learnt.append(name), own(*a))[1])
+        traffic = Traffic(runner, stock, seed=9)
+        (sequence,) = begin(traffic, 1)
+        traffic.run([(sequence, 1)])
+        traffic.run([(sequence, 3)])
+        assert learnt == ["begin_step", "begin_step", "learn", "begin_step"]
+        runner.close()
+
+
 def test_a_step_that_nobody_answers_is_given_up(mixtral, monkeypatch):
     stock, folder = mixtral
     with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:

@@ -23,13 +23,9 @@ _WORDS = 4
 
 @dataclass
 class _Bucket:
-    """Passes of ``rows`` tokens.
-
-    inputs: int64 [rows * (4 + table width)], the first words of the shared buffer.
-    """
+    """Passes of ``rows`` tokens, whose inputs are the first words of the shared buffer."""
 
     rows: int
-    inputs: torch.Tensor
     ids: torch.Tensor
     positions: torch.Tensor
     batch: PagedBatch
@@ -128,25 +124,29 @@ class DecodeBuckets:
             cache=self._cache,
             slots=slots,
             singles=rows,
-            tables=inputs[_WORDS * rows :].view(rows, self._width),
+            tables=inputs[_WORDS * rows :].view(self._width, rows).T,
             lengths=lengths,
             single_keys=None,
             gather=None,
             spans=(),
         )
-        return _Bucket(rows, inputs, ids, positions, batch)
+        return _Bucket(rows, ids, positions, batch)
 
     def _stage(self, bucket: _Bucket, packing: Packing) -> None:
         """Fills the bucket's inputs. The pass before has ended, so nobody reads the twin any more."""
-        rows, used = bucket.rows, packing.singles
-        twin = self._twin[: len(bucket.inputs)].numpy()
-        words, tables = twin[: _WORDS * rows].reshape(_WORDS, rows), twin[_WORDS * rows :].reshape(rows, self._width)
-        words[:, used:] = np.array([[0], [0], [self._cache.scratch * self._cache.block_size], [1]])
-        tables[used:, 0] = self._cache.scratch
+        rows, used, columns = bucket.rows, packing.singles, packing.tables.shape[1]
+        # Tables are stored block after block, so that those in use are one stretch of the buffer.
+        twin = self._twin[: rows * (_WORDS + columns)]
+        words, tables = (
+            twin[: _WORDS * rows].view(_WORDS, rows).numpy(),
+            twin[_WORDS * rows :].view(columns, rows).T.numpy(),
+        )
         words[0, :used], words[1, :used], words[2, :used] = packing.ids, packing.positions, packing.slots
         words[3, :used] = packing.lengths
-        tables[:used, : packing.tables.shape[1]] = packing.tables
-        bucket.inputs.copy_(self._twin[: len(bucket.inputs)], non_blocking=True)
+        tables[:used] = packing.tables
+        words[:, used:] = np.array([[0], [0], [self._cache.scratch * self._cache.block_size], [1]])
+        tables[used:, 0] = self._cache.scratch
+        self._inputs[: len(twin)].copy_(twin, non_blocking=True)
 
     def _make_graph(self, bucket: _Bucket, rows: int) -> None:
         """Captures a pass if that is wanted and has not been done; the passes that warm up write what this one will."""

@@ -34,6 +34,7 @@ def latent_attend_kernel(
     rotated_row,
     rotated_head,
     table_row,
+    table_block,
     BLOCK_SIZE: tl.constexpr,
     STRETCHES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -80,7 +81,9 @@ def latent_attend_kernel(
     while first < length:
         position = first + tl.arange(0, STRETCH)
         seen = position < length
-        block = tl.load(tables + row * table_row + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        block = tl.load(tables + row * table_row + position // BLOCK_SIZE * table_block, mask=seen, other=0).to(
+            tl.int64
+        )
         place = block * BLOCK_SIZE + position % BLOCK_SIZE
         latents = tl.load(
             latent + place[:, None] * RANK + rank[None, :], mask=seen[:, None] & (rank < RANK)[None, :], other=0.0
@@ -145,6 +148,7 @@ def latent_decode_attention(
         rotated_query.stride(1),
         rotated_query.stride(0),
         tables.stride(0),
+        tables.stride(1),
         BLOCK_SIZE=block_size,
         STRETCHES=stretches,
         GROUP=group,

@@ -29,6 +29,7 @@ def paged_attend_kernel(
     query_row,
     query_head,
     table_row,
+    table_block,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     STRETCHES: tl.constexpr,
@@ -75,7 +76,9 @@ def paged_attend_kernel(
         position = first + tl.arange(0, STRETCH)
         # At least one token of every stretch is seen: the first one reaches beyond ``lowest``, all begin below length.
         seen = (position < length) & (position >= lowest)
-        block = tl.load(tables + row * table_row + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        block = tl.load(tables + row * table_row + position // BLOCK_SIZE * table_block, mask=seen, other=0).to(
+            tl.int64
+        )
         place = (block * BLOCK_SIZE + position % BLOCK_SIZE) * key_heads + head
         keys = tl.load(key + place[None, :] * DIM + dim[:, None], mask=seen[None, :] & (dim < DIM)[:, None], other=0.0)
         values = tl.load(
@@ -142,6 +145,7 @@ def paged_decode_attention(
         query.stride(2),
         query.stride(1),
         tables.stride(0),
+        tables.stride(1),
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         STRETCHES=stretches,
