@@ -101,8 +101,7 @@ def _with_offload(original: Callable[..., Any]) -> Callable[..., Any]:
         options = MoeOffloadOptions.from_additional_config(self.additional_config)
         if options is None:
             return original(self, *args, **kwargs)
-        if warning := judge(vllm_version()):
-            logger.warning(warning)
+        _judge_once(vllm_version())
         check_arguments(self)
         self.additional_config = {**self.additional_config, CONFIG_KEY: options.to_dict()}
         self.worker_cls = choose_worker(self.worker_cls)
@@ -113,3 +112,9 @@ def _with_offload(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return create_engine_config
+
+
+@functools.cache
+def _judge_once(version: str) -> None:
+    if warning := judge(version):
+        logger.warning(warning)
