@@ -396,6 +396,21 @@ class TestFailures:
         assert engine.stats().finished["failed"] == 1
         assert "no client" in caplog.text
 
+    def test_a_runner_that_cannot_be_closed(self, opened, caplog) -> None:
+        class Stuck(GatedRunner):
+            def close(self) -> None:
+                super().close()
+                raise RuntimeError("device lost")
+
+        runner = Stuck(num_blocks=40, vocabulary=VOCAB)
+        offload = SlowOffload(runner, 5)
+        engine = opened(runner, offload=offload)
+        ask(engine)[0].result()
+        engine.close()
+        assert "device lost" in caplog.text
+        assert offload.closed == 1
+        assert engine.drain(0)
+
     def test_a_defect_of_the_engine_itself(self, opened) -> None:
         engine = opened()
         engine.runner.open.clear()
@@ -416,6 +431,8 @@ class TestKnobs:
             ServingEngine(facts, TOKENIZER, runner, max_waiting=-1)
         with pytest.raises(ConfigError, match="at least 4"):
             ServingEngine(facts, TOKENIZER, runner, max_step_tokens=3)
+        with pytest.raises(ConfigError, match="not 3"):
+            ServingEngine(facts, TOKENIZER, SlowRunner(max_sequences=4, max_tokens=3))
 
     def test_a_long_prompt_comes_in_chunks_and_the_others_go_on(self, opened) -> None:
         runner = GatedRunner(num_blocks=100, block_size=4, max_sequences=4, max_tokens=64, vocabulary=VOCAB)

@@ -57,7 +57,7 @@ class LoopMachine(RuleBasedStateMachine):
     def begin(self, num_blocks, max_sequences, max_tokens, room) -> None:
         self.runner = SlowRunner(num_blocks, 4, max_sequences, max_tokens, VOCAB)
         self.offload = None if room is None else SlowOffload(self.runner, room)
-        self.loop = EngineLoop(TOKENIZER, self.runner, VOCAB, None, self.offload)
+        self.loop = EngineLoop(TOKENIZER, self.runner, VOCAB, max_tokens, self.offload)
         self.sent: list[Sent] = []
 
     @rule(prompt=prompts, params=params, seed=st.integers(0, 3), max_new=st.integers(1, 12))

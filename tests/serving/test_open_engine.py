@@ -78,7 +78,7 @@ class TestConcurrentRequests:
             assert engine.stats().steps < 100
 
     def test_alone_is_what_transformers_generates(self, loaded, alone) -> None:
-        for prompt in PROMPTS[:3]:
+        for prompt in PROMPTS[:2]:
             assert alone[prompt][1] == generate(*loaded, prompt, GREEDY["max_tokens"], graph=False).text
 
     def test_a_second_time_out_of_the_cache(self, loaded, alone) -> None:
@@ -98,14 +98,14 @@ class TestConcurrentRequests:
             assert engine.stats().kv_blocks_used == 0 or engine.drain(10)
 
     def test_a_preempted_request(self, loaded) -> None:
-        long = {"max_tokens": 150, "ignore_eos": True}
+        long = {"max_tokens": 100, "ignore_eos": True}
         with opened(loaded) as engine:
             expected = []
             for prompt in PROMPTS[:2]:
                 client = ask(engine, loaded[1], prompt, **long)
                 client.result()
                 expected.append(client.tokens)
-        with opened(loaded, num_blocks=16) as engine:
+        with opened(loaded, num_blocks=12, max_context=192) as engine:
             clients = [ask(engine, loaded[1], prompt, **long) for prompt in PROMPTS[:2]]
             for client in clients:
                 client.result()

@@ -1,5 +1,6 @@
 """ServingEngine: requests from any thread, one thread that serves them."""
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from greenroom.serving.live import Accepted
 from greenroom.serving.loop import EngineLoop
 from greenroom.serving.params import check_params, check_prompt
 from greenroom.serving.requests import EngineStats, OnEvent, SamplingParams, TokenConstraint
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,15 @@ class ServingEngine:
         """
         if max_waiting < 0:
             raise ConfigError(f"max_waiting must be 0 or more, not {max_waiting}")
-        if max_step_tokens is not None and max_step_tokens < runner.max_sequences:
+        step_tokens = runner.max_tokens if max_step_tokens is None else min(max_step_tokens, runner.max_tokens)
+        if step_tokens < runner.max_sequences:
             raise ConfigError(
-                f"max_step_tokens must be at least {runner.max_sequences}, one for each sequence, not {max_step_tokens}"
+                f"max_step_tokens must be at least {runner.max_sequences}, one for each sequence, not {step_tokens}"
             )
         self._facts = facts
         self._context_length = min(facts.context_length, runner.num_blocks * runner.block_size)
         self._capacity = runner.max_sequences + max_waiting
-        self._loop = EngineLoop(tokenizer, runner, facts.vocabulary, max_step_tokens, offload, reuse)
+        self._loop = EngineLoop(tokenizer, runner, facts.vocabulary, step_tokens, offload, reuse)
         self._closers = [runner.close] + ([offload.close] if offload is not None else [])
         self._changed = threading.Condition()
         # Guarded by _changed:
@@ -170,7 +174,7 @@ class ServingEngine:
         with ExitStack() as stack:
             stack.callback(self._publish)
             for close in self._closers:
-                stack.callback(close)
+                stack.callback(_log_failure, close)
             try:
                 if self._facts.device.type == "cuda":
                     torch.cuda.set_device(self._facts.device)
@@ -210,3 +214,11 @@ class ServingEngine:
         for accepted in inbox:
             self._loop.add(accepted)
         self._loop.fail_all(failure)
+
+
+def _log_failure(close: Callable[[], None]) -> None:
+    """Calls ``close``. What it raises, on a device that has failed above all, must not keep others from closing."""
+    try:
+        close()
+    except Exception:
+        _log.exception("the engine could not close all that it used")

@@ -42,24 +42,23 @@ class EngineLoop:
         tokenizer: PreTrainedTokenizerBase,
         runner: BatchRunner,
         vocabulary: int,
-        max_step_tokens: int | None = None,
+        step_tokens: int,
         offload: KVOffload | None = None,
         reuse: bool | None = None,
     ) -> None:
         """
         Args:
             vocabulary: width of the logits.
-            max_step_tokens: of one pass; None for what the runner takes.
+            step_tokens: of one pass, at most what the runner takes.
             offload: where full KV blocks are kept besides; the caller closes it.
             reuse: blocks of one request may serve another. None: if the runner takes several sequences, since one
                 that takes a single one may not have its cache in blocks.
         """
-        tokens = runner.max_tokens if max_step_tokens is None else min(max_step_tokens, runner.max_tokens)
         limits = SchedulerLimits(
             block_size=runner.block_size,
             num_blocks=runner.num_blocks,
             max_sequences=runner.max_sequences,
-            max_tokens=tokens,
+            max_tokens=step_tokens,
             reuse=runner.max_sequences > 1 if reuse is None else reuse,
         )
         self.scheduler = Scheduler(limits, offload)
