@@ -134,3 +134,16 @@ def test_a_refused_benchmark_ends_its_threads():
     with pytest.raises(ConfigError):
         bench_decode("small", 1, CPU, "no such trace.npy")
     assert len(engine_tasks()) == before
+
+
+def test_offloaded_weights_are_part_of_the_result():
+    knobs = OffloadConfig(device="cpu", cache_expert_num=0, weights_offload_group_size=2, weights_offload_params="attn")
+    result = bench_decode("small", 1, knobs, "uniform", steps=2, repeats=1).to_dict()
+    # One layer of two: with a buffer of its own it stays there.
+    assert result["weights_offload"].startswith("prefetch, 6 weights of 1 of 2 layers")
+    assert result["weight_bytes"] == 0
+    both = OffloadConfig(device="cpu", cache_expert_num=0, weights_offload_group_size=1, weights_offload_params="attn")
+    result = bench_decode("small", 1, both, "uniform", steps=2, repeats=1).to_dict()
+    attention = 2 * (2 * 128 * 128 + 2 * 128 * 64)
+    assert result["weight_bytes"] == 2 * (attention + 2 * 256)
+    assert bench_decode("small", 1, CPU, "uniform", steps=2, repeats=1).weights_offload == "none"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from greenroom.errors import EngineError
+from greenroom.errors import ConfigError, EngineError
 from greenroom.weights.config import WeightOffloadConfig
 from greenroom.weights.prefetch import PrefetchOffload
 from greenroom.weights.select import select, weights_of
@@ -220,6 +220,16 @@ def test_weights_that_were_moved_are_noticed():
     model.double()
     with pytest.raises(EngineError, match=r"'model\.layers\.0' were moved or converted"):
         model(torch.ones(1, WIDTH, dtype=torch.float64))
+
+
+def test_its_state_cannot_be_saved():
+    """What the parameters hold is another layer's, for most of them."""
+    _, model = pair(4)
+    offloader = offload(model, group_size=2, prefetch_step=1)
+    with pytest.raises(ConfigError, match=r"'model\.layers\.1' has prefetched weights"):
+        model.state_dict()
+    offloader.close()
+    assert len(model.state_dict()) == len(list(model.parameters()))
 
 
 @torch.no_grad()

@@ -115,11 +115,11 @@ def _measure(on_gpu: bool, threads: int | None) -> Rates:
 def _dense_gb_s(device: torch.device) -> float:
     """On a GPU a large copy, both directions counted; on a CPU a matrix with one row of activations."""
     if device.type == "cuda":
-        source = torch.ones(1 << 28, dtype=torch.int32, device=device)
+        source = torch.randint(1 << 30, (1 << 28,), dtype=torch.int32, device=device)
         target = torch.empty_like(source)
         return 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device) / 1e9
-    weight = torch.ones(1 << 15, 2048, dtype=torch.bfloat16)
-    row = torch.ones(1, 2048, dtype=torch.bfloat16)
+    weight = torch.randn(1 << 15, 2048).to(torch.bfloat16)
+    row = torch.randn(1, 2048).to(torch.bfloat16)
     return weight.numel() * 2 / _seconds(lambda: F.linear(row, weight), device) / 1e9
 
 

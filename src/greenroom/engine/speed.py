@@ -24,8 +24,8 @@ _EAGER_LAYER_S = 4e-3
 _PREFILL_LAYER_S = 1.8e-3
 """Of a layer of a prefill on a GPU, where the lanes wait for the routing and for launches."""
 
-_HOST_LAYER_S = 200e-6
-"""Of a layer without a GPU."""
+_HOST_LAYER_S = 1.5e-3
+"""Of a layer without a GPU: what is not bytes on two slow cores, Python above all. A rough figure."""
 
 _HIT_SHARES, _HIT_RATES = (0.0, 0.125, 0.25, 1.0), (0.0, 0.62, 0.77, 1.0)
 """Share of a layer's experts that is cached, and hit rate at one sequence: the mean of three recorded models."""

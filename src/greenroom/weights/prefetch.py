@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from greenroom.errors import EngineError
+from greenroom.errors import ConfigError, EngineError
 from greenroom.weights.base import WeightOffloader
 from greenroom.weights.copies import Copies, HostCopies, StreamCopies
 from greenroom.weights.host_block import HostBlock, empty, take_unit
@@ -85,6 +85,7 @@ class PrefetchOffload(WeightOffloader):
         for number, unit in enumerate(self.selection.units):
             module = _called(model, unit.module)
             turn = _Turn(self, number)
+            self._hooks.append(module.register_state_dict_pre_hook(_refuse_state))
             self._hooks.append(module.register_forward_pre_hook(opaque(turn.before)))
             self._hooks.append(module.register_forward_hook(opaque(turn.after)))
         self._hooks.append(decoder.register_forward_pre_hook(opaque(self._open)))
@@ -188,6 +189,13 @@ def _called(model: nn.Module, name: str) -> nn.Module:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
     return module
+
+
+def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001, torch names the arguments
+    raise ConfigError(
+        f"'{prefix.rstrip('.')}' has prefetched weights, whose parameters hold whichever layer's turn it is; load the "
+        "model without weights_offload_group_size to read or save its weights"
+    )
 
 
 class _Turn:
