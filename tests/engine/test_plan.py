@@ -191,7 +191,10 @@ def test_a_loaded_model_reports_what_was_planned(device, knobs):
     shape = probe_shape(read_config(TINY), torch.bfloat16)
     demand = Demand(256, 2)
     planned = plan(shape, None if device == "cpu" else 16 * GIB, 16 * GIB, demand=demand, **knobs)
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    before = 0
+    if device == "cuda":
+        torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # libraries' workspaces are not the model's
+        before = torch.cuda.memory_allocated()
     model, _ = greenroom.load(TINY, progress=False, device=device, demand=demand, **knobs)
     try:
         stats = greenroom.stats(model)
@@ -203,7 +206,9 @@ def test_a_loaded_model_reports_what_was_planned(device, knobs):
         assert sum(resident.values()) == pytest.approx(planned.memory.other_bytes, rel=0.05)
         if device == "cuda":
             assert stats.device_bytes == planned.memory.cache_bytes + planned.memory.buffer_bytes
-            assert torch.cuda.memory_allocated() - before == pytest.approx(planned.memory.device_bytes, rel=0.05)
+            used, expected = torch.cuda.memory_allocated() - before, planned.memory.device_bytes
+            # The allocator rounds each of some hundred tensors up to 512 bytes, which counts in so small a model.
+            assert 0.95 * expected <= used <= 1.05 * expected + 200_000
     finally:
         greenroom.close(model)
 
