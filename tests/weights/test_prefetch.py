@@ -1,5 +1,7 @@
 """Prefetch: no layer computes with another's bytes, whatever the numbers, the order of passes and their failures."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -159,6 +161,44 @@ def test_the_pass_behind_a_failed_one_starts_clean(fail_at, step):
     model.model.fail_at = None
     assert torch.equal(model(x), stock(x))
     offloader.check()
+
+
+@pytest.mark.parametrize("layer", range(5))
+@torch.no_grad()
+def test_the_pass_behind_an_interrupted_one_starts_clean(layer):
+    stock, model = pair(5)
+    offloader = offload(model, LateCopies(), prefetch_step=2)
+    x, interrupted = torch.randn(1, WIDTH), model.model.layers[layer].up
+    handle = interrupted.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+    assert torch.equal(model(x), stock(x))
+    offloader.check()
+
+
+@torch.no_grad()
+def test_two_threads_cannot_run_at_once():
+    stock, model = pair(4)
+    offloader = offload(model, LateCopies(), prefetch_step=2)
+    x, refused = torch.randn(1, WIDTH), []
+
+    def intrude(*_):
+        thread = threading.Thread(target=lambda: refused.append(run_refused(model, x)))
+        thread.start()
+        thread.join()
+
+    handle = model.model.layers[2].register_forward_pre_hook(intrude)
+    assert torch.equal(model(x), stock(x)), "the first one goes on undisturbed"
+    assert "another pass of this model is running" in refused[0]
+    handle.remove()
+    offloader.check()
+
+
+def run_refused(model: nn.Module, x: torch.Tensor) -> str:
+    with pytest.raises(EngineError) as error:
+        model(x)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("fail_at", range(5))

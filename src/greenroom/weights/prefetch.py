@@ -10,7 +10,8 @@ and ends like an eager one, and they may follow each other in any order:
 - Every copy that a pass started is waited for inside the pass: by the unit that it is for, or at the pass's end.
 - Nothing of a pass waits for what another one started.
 - A pass that failed puts the first units back before the error leaves the decoder. If it failed while it was captured,
-  none of its copies was made, so there is nothing to put back.
+  none of its copies was made, so there is nothing to put back. An interrupt (KeyboardInterrupt) reaches no hook: the
+  next pass that runs eagerly puts them back, and no captured one may be replayed before.
 """
 
 import threading
@@ -51,7 +52,7 @@ class PrefetchOffload(WeightOffloader):
         self._memory: torch.Tensor | None = None
         self._held: list[_Held] = []
         self._hooks: list[RemovableHandle] = []
-        self._owner: int | None = None  # thread whose pass is running
+        self._owner: threading.Thread | None = None  # whose pass is running
         self._next = 0  # unit whose turn it is in that pass
         self._holds = list(range(slots))  # unit in each slot, once its copy has landed
         self._pending: set[int] = set()  # slots whose copy the current stream does not wait for yet
@@ -119,7 +120,7 @@ class PrefetchOffload(WeightOffloader):
             EngineError: it is not the unit's turn, or its parameters were moved.
         """
         held = self._held[number]
-        if self._owner != threading.get_ident() or number != self._next:
+        if self._owner is not threading.current_thread() or number != self._next:
             raise EngineError(
                 f"'{held.name}' ran out of turn, but its weights are prefetched in the order of the decoder's layers; "
                 "run whole passes of the decoder in one thread, or choose the uva backend"
@@ -147,14 +148,20 @@ class PrefetchOffload(WeightOffloader):
             self._fill(number % slots, following)
 
     def _open(self, module: nn.Module, args: Any) -> None:
-        if self._owner is not None:
+        current, last = threading.current_thread(), self._owner
+        if last is not None and last is not current and last.is_alive():
             raise EngineError("another pass of this model is running; its weights are prefetched for one at a time")
-        self._owner = threading.get_ident()
+        self._owner = current
         self._next = 0
+        if last is not None:
+            # torch calls no hook behind an interrupt, so that pass is still to be ended.
+            for slot in range(len(self._holds)):
+                self._fill(slot, slot)
+            self._settle()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         # Also behind an exception (without an output), even that of a pass that was refused: not ours to end.
-        if self._owner != threading.get_ident():
+        if self._owner is not threading.current_thread():
             return
         try:
             if output is None and self._copies.recording():
