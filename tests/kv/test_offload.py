@@ -174,3 +174,13 @@ class Broken:
             return self.copies.start(direction, blocks, parts)
         self.copies.start(direction, blocks[:1], parts[:1])
         raise RuntimeError("broken")
+
+
+def test_options() -> None:
+    assert KVOffloadConfig.from_options(None, None, None) is None
+    assert KVOffloadConfig.from_options("1MiB", None, None) == KVOffloadConfig("1MiB")
+    assert KVOffloadConfig.from_options("1MiB", 4, "arc") == KVOffloadConfig("1MiB", 4, "arc")
+    with pytest.raises(ConfigError, match="--kv-offload-policy needs KV offload"):
+        KVOffloadConfig.from_options(None, None, "arc")
+    with pytest.raises(ConfigError, match="--kv-offload-block-factor needs KV offload"):
+        KVOffloadConfig.from_options(None, 2, None)

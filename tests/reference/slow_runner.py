@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from greenroom.errors import EngineError
-from greenroom.kv.base import Transfers
+from greenroom.kv.base import KVOffloadStats, Transfers
 
 GARBAGE = -7
 
@@ -146,6 +146,9 @@ class SlowOffload:
     def wait(self, timeout_s: float) -> None:
         if not self.ended and self.jobs:
             self.end(random.choice([*self.jobs]))
+
+    def stats(self) -> KVOffloadStats:
+        return KVOffloadStats()
 
     def close(self) -> None:
         self.closed += 1

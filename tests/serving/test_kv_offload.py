@@ -89,7 +89,10 @@ def test_an_evicted_prefix_comes_back(loaded, factor: int, policy: str) -> None:
         whole = {1: 7, 2: 6}[factor] * BLOCK
         assert finished.cached_tokens == whole
         assert engine.stats().loaded_tokens == whole
-        assert engine.stats().prompt_tokens == 5 * 121
+        stats = engine.stats()
+        assert stats.prompt_tokens == 5 * 121
+        assert stats.kv_offload.load.blocks * BLOCK == stats.kv_offload.hit_blocks * BLOCK == whole
+        assert stats.kv_offload.store.nbytes >= 4 * whole // BLOCK * BLOCK_BYTES
 
 
 def test_without_offload_it_is_computed_again(loaded) -> None:

@@ -19,6 +19,40 @@ class Transfers:
     failed: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class LaneStats:
+    """What went one way. seconds: that jobs took, from the first copy of each to its last.
+
+    blocks, nbytes: of jobs that went well, in device blocks.
+    """
+
+    jobs: int = 0
+    failed: int = 0
+    blocks: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class KVOffloadStats:
+    """Counts so far.
+
+    queried_blocks, hit_blocks: device blocks that were asked for, and those of them that could be loaded.
+    refused_stores: for which nothing could leave. evictions: host blocks that left for others.
+    host_blocks, host_blocks_used: of ``block_factor`` device blocks each.
+    """
+
+    load: LaneStats = LaneStats()
+    store: LaneStats = LaneStats()
+    queried_blocks: int = 0
+    hit_blocks: int = 0
+    refused_stores: int = 0
+    evictions: int = 0
+    host_blocks: int = 0
+    host_blocks_used: int = 0
+    host_bytes: int = 0
+
+
 class KVOffload(Protocol):
     """Copies full KV blocks from the device to a larger memory and back.
 
@@ -66,6 +100,9 @@ class KVOffload(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Returns once a job has ended that ``poll`` has not reported, or after ``timeout_s`` seconds."""
+
+    def stats(self) -> KVOffloadStats:
+        """Counts so far."""
 
     def close(self) -> None:
         """Waits for what is under way and frees everything. Idempotent."""

@@ -32,6 +32,24 @@ class KVOffloadConfig:
         if self.policy not in POLICIES:
             raise ConfigError(f"the policy of KV offload is one of {', '.join(POLICIES)}, not '{self.policy}'")
 
+    @classmethod
+    def from_options(
+        cls, size: int | str | None, block_factor: int | None, policy: str | None
+    ) -> "KVOffloadConfig | None":
+        """What a command line says; None for what it leaves out, and if it leaves out everything.
+
+        Raises:
+            ConfigError: a value that cannot be honoured, or options without a size.
+        """
+        given = {"block_factor": block_factor, "policy": policy}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if size is not None:
+            return cls(size, **chosen)  # type: ignore[arg-type]
+        if chosen:
+            options = " and ".join(f"--kv-offload-{name.replace('_', '-')}" for name in chosen)
+            raise ConfigError(f"{options} needs KV offload; give --kv-offload a size")
+        return None
+
     @property
     def num_bytes(self) -> int:
         """``size`` as a number."""

@@ -1,13 +1,13 @@
 """HostKVOffload: a second home for KV blocks in host memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from greenroom.errors import ConfigError
-from greenroom.kv.base import Transfers
+from greenroom.kv.base import KVOffloadStats, LaneStats, Transfers
 from greenroom.kv.config import KVOffloadConfig
 from greenroom.kv.copies import Direction, make_copies
 from greenroom.kv.host_memory import HostMemory
@@ -15,40 +15,6 @@ from greenroom.kv.layouts import BlockLayout, TensorLayout, block_layout
 from greenroom.kv.manager import HostBlockManager, LoadTicket, StoreTicket
 from greenroom.kv.prefix import BlockKey
 from greenroom.kv.transfer import TransferWorker, make_worker
-
-
-@dataclass(frozen=True)
-class LaneStats:
-    """What went one way. seconds: that jobs took, from the first copy of each to its last.
-
-    blocks, nbytes: of jobs that went well, in device blocks.
-    """
-
-    jobs: int = 0
-    failed: int = 0
-    blocks: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class KVOffloadStats:
-    """Counts so far.
-
-    queried_blocks, hit_blocks: device blocks that were asked for, and those of them that could be loaded.
-    refused_stores: for which nothing could leave.
-    host_blocks, host_blocks_used: of ``block_factor`` device blocks each.
-    """
-
-    load: LaneStats
-    store: LaneStats
-    queried_blocks: int
-    hit_blocks: int
-    refused_stores: int
-    evictions: int
-    host_blocks: int
-    host_blocks_used: int
-    host_bytes: int
 
 
 class HostKVOffload:

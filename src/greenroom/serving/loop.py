@@ -151,6 +151,7 @@ class EngineLoop:
             kv_blocks_used=scheduler.pool.used,
             steps=counts.steps,
             step_seconds=counts.step_seconds,
+            kv_offload=self._offload.stats() if self._offload is not None else None,
         )
 
     def _run(

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from greenroom.errors import GreenroomError
+from greenroom.kv.base import KVOffloadStats
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class EngineStats:
     loaded_tokens: of those, brought back from host memory. preemptions: requests that had to give up their blocks.
     kv_blocks, kv_blocks_used: on the device, used by running requests.
     steps: forward passes; step_seconds: their time.
+    kv_offload: what host memory for KV blocks has done; None without.
     """
 
     running: int
@@ -184,3 +186,4 @@ class EngineStats:
     kv_blocks_used: int
     steps: int
     step_seconds: float
+    kv_offload: KVOffloadStats | None = None
