@@ -4,9 +4,10 @@ vLLM may enqueue a step while the one before still runs (asynchronous scheduling
 read by the device as long as the step lasts, so a step begins when the one before has ended on the device. vLLM's own
 preparation of the batch is done by then, and its sampling of the step before still keeps the device busy.
 
-Two threads: vLLM's, which runs steps, and a watcher. ``_lock`` is held while a step is opened or closed; the watcher
-closes steps behind which nothing follows, so that the CPU engine's threads sleep, and without the lock gives up one
-that does not end, which the other thread may be waiting for.
+Two threads: vLLM's, which runs steps, and a watcher. ``_lock`` is held while a step is opened or closed. The watcher
+closes steps behind which nothing follows, so that the CPU engine's threads sleep; and without the lock it gives up one
+that does not end, which the other thread may be waiting for. While a graph is captured no thread may ask the device
+anything, so vLLM's warm-up steps, which captures follow, are closed at once.
 """
 
 import threading
@@ -82,6 +83,7 @@ class GpuStepDriver(StepDriver):
         self._steps = DecodeSteps(manager, self._path, self._mailboxes)
         self._hostless = False
         self._lock = threading.RLock()
+        self._verdict = threading.Lock()  # a step is finished or given up, never both
         self._opened: _Open | None = None
         self._given_up: str | None = None
         self._failure: EngineError | None = None
@@ -153,6 +155,8 @@ class GpuStepDriver(StepDriver):
             self._given_up = steps.abandon()
             raise
         self._opened = _Open(end, self.rows is not None, time.monotonic())
+        if self.rows is None:
+            self._close_step()
         self._news.set()
         return result
 
@@ -174,12 +178,14 @@ class GpuStepDriver(StepDriver):
         if opened is None:
             return
         opened.end.synchronize()
-        self._opened = None
-        if self._given_up is None:
-            try:
-                self._steps.finish(opened.learn)
-            except EngineError as error:
-                self._failure = error
+        with self._verdict:
+            self._opened = None
+            if self._given_up is not None:
+                return
+        try:
+            self._steps.finish(opened.learn)
+        except EngineError as error:
+            self._failure = error
 
     def _raise_failure(self) -> None:
         if self._given_up is not None:
@@ -199,15 +205,16 @@ class GpuStepDriver(StepDriver):
 
     def _look_after(self, opened: _Open) -> None:
         """Closes a step that has ended and stayed the last one, or gives it up when it lasts too long."""
-        if opened.end.query():
-            if self._lock.acquire(blocking=False):
-                try:
-                    if self._opened is opened:
-                        self._close_step()
-                finally:
-                    self._lock.release()
-        elif time.monotonic() - opened.since > self._watchdog_s and self._given_up is None:
-            self._given_up = f"{self._steps.abandon()} within {self._watchdog_s:g} s"
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._opened is opened and opened.end.query():
+                    self._close_step()
+            finally:
+                self._lock.release()
+        if time.monotonic() - opened.since > self._watchdog_s:
+            with self._verdict:
+                if self._opened is opened and self._given_up is None:
+                    self._given_up = f"{self._steps.abandon()} within {self._watchdog_s:g} s"
 
     def _warm_up(self) -> None:
         """Compiles the kernels for all sizes, and has buffers of libraries allocated, before memory is profiled."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.worker.gpu_worker import Worker
 
 from greenroom.errors import ConfigError
@@ -63,8 +63,8 @@ class SteppedGraphs(CUDAGraphWrapper):
         self._steps = steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context = get_forward_context()
-        if context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
+        context = get_forward_context() if is_forward_context_available() else None
+        if context is None or context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
             return super().__call__(*args, **kwargs)
         replay = super().__call__
         return self._steps.run(context.batch_descriptor.num_tokens, lambda: replay(*args, **kwargs))
