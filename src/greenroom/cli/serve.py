@@ -49,8 +49,14 @@ def serve(
         str | None, typer.Option("--kv-offload", metavar="SIZE", help="Host memory for KV blocks that lost theirs.")
     ] = None,
     kv_offload_policy: Annotated[
-        str, typer.Option("--kv-offload-policy", metavar="NAME", help="What leaves it when full: lru or arc.")
-    ] = "lru",
+        str | None, typer.Option("--kv-offload-policy", metavar="NAME", help="What leaves it when full: lru or arc.")
+    ] = None,
+    kv_offload_block_factor: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-offload-block-factor", metavar="N", help="Blocks that are kept there together; by default 1."
+        ),
+    ] = None,
     max_body: Annotated[str, typer.Option("--max-body", metavar="SIZE", help="Of a request; more is 413.")] = "4MiB",
     request_timeout: Annotated[
         float, typer.Option("--request-timeout", metavar="S", help="Seconds that a request may take; then 504.")
@@ -109,7 +115,7 @@ def serve(
     from greenroom.kv.config import KVOffloadConfig
     from greenroom.serving.open import open_engine
 
-    kv_config = None if kv_offload is None else KVOffloadConfig(kv_offload, policy=kv_offload_policy)
+    kv_config = KVOffloadConfig.from_options(kv_offload, kv_offload_block_factor, kv_offload_policy)
     with ExitStack() as stack:
         listener = stack.enter_context(run.listen(host, port))
         context = max_context or DEFAULT_CONTEXT
