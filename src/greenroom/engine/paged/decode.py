@@ -62,7 +62,6 @@ class DecodeBuckets:
         self._cache_name = cache_argument(model)
         self._use_graph = graph
         largest = bucket_for(self.max_rows)
-        self._hostless = HostlessSteps(model, largest, watchdog_s)
         self._width = -(-max_context // cache.block_size)
         words = largest * (_WORDS + self._width)
         self._inputs = torch.zeros(words, dtype=torch.int64, device=cache.device)
@@ -70,6 +69,7 @@ class DecodeBuckets:
         self._largest = largest
         self._logits: torch.Tensor | None = None  # [largest, vocabulary], made by the first pass
         self._buckets: dict[int, _Bucket] = {}
+        self._hostless = HostlessSteps(model, largest, watchdog_s)  # last: it holds what has to be closed
 
     @property
     def hostless(self) -> HostlessSteps:
