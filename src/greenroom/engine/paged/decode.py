@@ -86,7 +86,8 @@ class DecodeBuckets:
         Raises:
             EngineError: as ``run``.
         """
-        for rows in BUCKETS[: BUCKETS.index(bucket_for(self.max_rows)) + 1]:
+        # The largest first: the others' graphs find their memory in what it has left free.
+        for rows in reversed(BUCKETS[: BUCKETS.index(bucket_for(self.max_rows)) + 1]):
             self._stage(self._bucket(rows), _padding(self._cache))
             self._make_graph(self._bucket(rows), 1)
 
