@@ -86,6 +86,21 @@ def test_a_failing_forward_does_not_block_the_next(folder):
         model(random_ids(1, 3))
 
 
+def test_an_interrupted_forward_does_not_block_the_next(folder, monkeypatch):
+    """torch calls no hooks behind an interrupt."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with offloaded(folder, device="cpu") as model:
+        expected = model(random_ids(1, 3)).logits
+        with monkeypatch.context() as patch:
+            patch.setattr("greenroom.experts.host_tier.HostTier.run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(random_ids(1, 3))
+        assert torch.equal(model(random_ids(1, 3)).logits, expected)
+
+
 def test_progress_is_reported_to_a_function(folder):
     seen: list[tuple[int, int]] = []
     model, _ = greenroom.load(folder, progress=lambda done, total: seen.append((done, total)), device="cpu")

@@ -74,6 +74,10 @@ class _StepHooks:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._manager.runs_without_host:
             return
+        if self._owner == threading.get_ident():
+            # This thread's last pass was interrupted (Ctrl-C): torch calls no hooks behind that.
+            self._owner = None
+            self._manager.abandon_step()
         self._manager.begin_step(_valid_rows(args, kwargs))
         self._owner = threading.get_ident()
 
