@@ -16,7 +16,8 @@ from greenroom.kv.config import KVOffloadConfig
 from greenroom.serving.engine import ServingEngine
 from greenroom.serving.open import open_engine
 from greenroom.serving.requests import Finished, Piece, SamplingParams
-from tests.engine.offloaded import offloaded, save_family
+from tests.engine.offloaded import offloaded, random_ids, save_family
+from tests.reference.tokenizer import make_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
 BLOCK = 16
@@ -129,3 +130,19 @@ def test_what_cannot_be_offloaded_is_refused(loaded, tmp_path: Path) -> None:
         pass
     with pytest.raises(MemoryLimitError, match="--kv-offload"), opened(loaded, KVOffloadConfig("900TB")):
         pass
+
+
+def test_latents_come_back(tmp_path: Path) -> None:
+    """Keys and values of different widths, or latents in their place."""
+    save_family("deepseek_v3", tmp_path)
+    first, *others = [random_ids(1, 70, seed)[0].tolist() for seed in range(4)]
+    with offloaded(tmp_path, device="cpu") as model:
+        loaded = model, make_tokenizer()
+        with opened(loaded, None, num_blocks=40) as engine:
+            expected, _ = Answer(engine, first).wait()
+        with opened(loaded, KVOffloadConfig("8MiB")) as engine:
+            for prompt in (first, *others):
+                Answer(engine, prompt).wait()
+            tokens, finished = Answer(engine, first).wait()
+            assert tokens == expected
+            assert finished.cached_tokens == engine.stats().loaded_tokens == 4 * BLOCK
