@@ -122,6 +122,25 @@ def test_nothing_that_is_under_way_is_evicted() -> None:
         offload.close()
 
 
+def test_only_what_is_missing_is_stored() -> None:
+    tensors = device_tensors()
+    before = [tensor.clone() for tensor in tensors]
+    keys = block_keys(range(4 * SIZE), SIZE)
+    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 8)), tensors)
+    try:
+        offload.start_store(keys[:2], [3, 5])
+        settle(offload)
+        offload.start_store(keys, [11, 10, 9, 8])  # the same beginning, elsewhere
+        settle(offload)
+        assert offload.stats().store.blocks == 4
+        offload.start_load(keys, [0, 1, 2, 4])
+        settle(offload)
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(tensor[[0, 1, 2, 4]], old[[3, 5, 9, 8]])
+    finally:
+        offload.close()
+
+
 def test_only_what_was_looked_up_can_be_loaded() -> None:
     tensors = device_tensors()
     offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 3)), tensors)
