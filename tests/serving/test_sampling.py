@@ -150,6 +150,13 @@ class TestRandomNumbers:
         assert uniform(-1, 0) != uniform(1, 0)
 
 
+@pytest.mark.parametrize(("number", "expected"), [(0.0, 5), (1 - 2**-53, 9)])
+def test_the_ends_of_the_range_never_draw_what_takes_no_part(monkeypatch, number, expected) -> None:
+    monkeypatch.setattr("greenroom.serving.sampling.uniform", lambda seed, position: number)
+    row = Row(SamplingParams(), 1, 0, [0], bits(range(5, 10)))
+    assert sample(random_logits(1, 1), [row])[0].token == expected
+
+
 class TestRowsThatCannotBeServed:
     GREEDY = SamplingParams(temperature=0)
 
