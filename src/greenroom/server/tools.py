@@ -20,46 +20,48 @@ def writes_tool_calls(template: str) -> bool:
 
 
 class ToolCallParser:
-    """Text in pieces of any size in, text and calls in their order out. What is no call stays text."""
+    """Text in pieces of any size in, text and calls in their order out. What is no call stays text.
+
+    Blanks before a call, and behind the last one, are no text.
+    """
 
     def __init__(self) -> None:
         self._held = ""
-        self._calls = 0
+        self._after_call = False
 
     def add(self, piece: str) -> list[str | ToolCall]:
         """What is certain by now."""
         self._held += piece
         found: list[str | ToolCall] = []
-        while True:
-            start = self._held.find(_OPEN)
-            if start < 0:
-                kept = _beginning(self._held, _OPEN)
-                if not self._held.strip():
-                    kept = len(self._held)  # blanks before a call are not text
-                self._take_text(len(self._held) - kept, found)
-                return found
+        while (start := self._held.find(_OPEN)) >= 0:
             end = self._held.find(_CLOSE, start)
             if end < 0:
                 self._take_text(start, found)
                 return found
-            whole = self._held[start : end + len(_CLOSE)]
-            call = _parse(whole[len(_OPEN) : -len(_CLOSE)])
-            self._take_text(start if call else start + len(whole), found)
-            if call:
-                self._held = self._held[len(whole) :]
-                self._calls += 1
-                found.append(call)
+            call = _parse(self._held[start + len(_OPEN) : end])
+            if call is None:
+                self._take_text(end + len(_CLOSE), found)
+                continue
+            self._take_text(start, found)
+            self._held = self._held[self._held.index(_CLOSE) + len(_CLOSE) :]
+            self._after_call = True
+            found.append(call)
+        self._take_text(len(self._held) - _beginning(self._held, _OPEN), found)
+        return found
 
     def end(self) -> list[str | ToolCall]:
         """What is left: a call that was not closed, if it is whole, or text."""
         held, self._held = self._held, ""
-        if held.startswith(_OPEN) and (call := _parse(held[len(_OPEN) :])):
+        if held.lstrip().startswith(_OPEN) and (call := _parse(held.lstrip().removeprefix(_OPEN))):
             return [call]
-        return [held] if held and not (self._calls and not held.strip()) else []
+        return [held] if held and not (self._after_call and not held.strip()) else []
 
     def _take_text(self, length: int, found: list[str | ToolCall]) -> None:
-        text, self._held = self._held[:length], self._held[length:]
-        if text and not (not text.strip() and (self._calls or self._held.startswith(_OPEN))):
+        """Hands on the text before ``length`` but for blanks at its end, which a call may follow."""
+        text = self._held[:length].rstrip()
+        self._held = self._held[len(text) :]
+        if text:
+            self._after_call = False
             found.append(text)
 
 
