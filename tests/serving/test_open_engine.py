@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import greenroom
 from greenroom.engine.generation import generate
+from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.runners import make_runner
-from greenroom.errors import ConfigError, MemoryLimitError
+from greenroom.errors import ConfigError, EngineError, MemoryLimitError
 from greenroom.serving.engine import ModelFacts, ServingEngine
 from greenroom.serving.open import end_tokens, open_engine
 from greenroom.serving.requests import Finished, FinishReason, SamplingParams
@@ -201,3 +202,21 @@ class TestOpening:
         with pytest.raises(ConfigError, match="max_waiting"):
             open_engine(*loaded, num_blocks=200, max_context=256, max_waiting=-1)
         assert len(closed) == 1
+
+
+def test_decode_is_prepared_before_the_first_request(loaded, monkeypatch):
+    """On a GPU the graphs are captured then; a model that cannot be prepared leaves nothing behind."""
+    prepared: list[PagedRunner] = []
+    monkeypatch.setattr(PagedRunner, "prepare", prepared.append)
+    with opened(loaded):
+        assert len(prepared) == 1
+
+    def failing(runner: PagedRunner) -> None:
+        raise EngineError("no memory for graphs")
+
+    closed: list[PagedRunner] = []
+    monkeypatch.setattr(PagedRunner, "prepare", failing)
+    monkeypatch.setattr(PagedRunner, "close", closed.append)
+    with pytest.raises(EngineError, match="no memory for graphs"):
+        open_engine(*loaded, num_blocks=200, max_context=256)
+    assert len(closed) == 1

@@ -43,6 +43,7 @@ def open_engine(
 
     Raises:
         ConfigError: numbers that make no sense together, or KV offload for a model whose cache is not made of blocks.
+        EngineError: decode could not be prepared.
         MemoryLimitError: the KV cache does not hold one request of ``max_context`` tokens, or host memory does not
             suffice for KV offload.
     """
@@ -72,6 +73,8 @@ def open_engine(
             offload = _open_offload(kv_offload, runner)
             stack.callback(offload.close)
         reuse = isinstance(runner, PagedRunner)
+        if isinstance(runner, PagedRunner):
+            runner.prepare()  # or the first requests would wait for it
         engine = ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload, reuse=reuse)
         stack.pop_all()  # the engine closes them
         return engine
