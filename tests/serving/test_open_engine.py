@@ -207,7 +207,7 @@ class TestOpening:
 def test_decode_is_prepared_before_the_first_request(loaded, monkeypatch):
     """On a GPU the graphs are captured then; a model that cannot be prepared leaves nothing behind."""
     prepared: list[PagedRunner] = []
-    monkeypatch.setattr(PagedRunner, "prepare", prepared.append)
+    monkeypatch.setattr(PagedRunner, "prepare", lambda runner: prepared.append(runner))
     with opened(loaded):
         assert len(prepared) == 1
 
@@ -216,7 +216,7 @@ def test_decode_is_prepared_before_the_first_request(loaded, monkeypatch):
 
     closed: list[PagedRunner] = []
     monkeypatch.setattr(PagedRunner, "prepare", failing)
-    monkeypatch.setattr(PagedRunner, "close", closed.append)
+    monkeypatch.setattr(PagedRunner, "close", lambda runner: closed.append(runner))
     with pytest.raises(EngineError, match="no memory for graphs"):
         open_engine(*loaded, num_blocks=200, max_context=256)
     assert len(closed) == 1
