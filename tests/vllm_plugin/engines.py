@@ -18,10 +18,10 @@ class Run:
 
 @contextmanager
 def engine(model: Any, **arguments: Any):
-    """An ``LLM``, closed behind the block."""
+    """An ``LLM`` that computes in float32 unless told otherwise, closed behind the block."""
     from vllm import LLM
 
-    settings = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True}
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True}
     llm = LLM(model=str(model), **(settings | arguments))
     try:
         yield llm

@@ -19,20 +19,19 @@ pytestmark = pytest.mark.usefixtures("vllm_environment")
     [
         ("qwen3_moe", torch.float32, (0, 4, 16)),
         ("qwen2_moe", torch.bfloat16, (5,)),
-        ("mixtral", torch.float32, (2,)),
-        ("mixtral", torch.bfloat16, (8,)),
+        ("mixtral", torch.float32, (2, 8)),
         ("deepseek_v2", torch.bfloat16, (0, 6)),
         ("gpt_oss", torch.float32, (3,)),
         ("gpt_oss", torch.bfloat16, (16,)),
     ],
 )
 def test_tokens_are_those_of_stock_vllm(family, dtype, sizes, tiny_model):
-    model = tiny_model(family, dtype)
-    stock = run(model)
+    model, name = tiny_model(family, dtype), str(dtype).removeprefix("torch.")
+    stock = run(model, dtype=name)
     assert stock.stats is None
     assert len({token for tokens in stock.tokens for token in tokens}) > 20, "the model says more than one thing"
     for size in sizes:
-        plugged = run(model, **offload(size))
+        plugged = run(model, dtype=name, **offload(size))
         assert plugged.tokens == stock.tokens, f"{size} slots"
         check_counters(plugged.stats, size, experts=8 if family == "mixtral" else 16)
 
@@ -71,7 +70,7 @@ def test_prefix_caching_and_chunked_prefill(tiny_model):
 def test_torch_compile(tiny_model):
     """The compiler sees one operator in the experts' place."""
     model = tiny_model("qwen3_moe", torch.float32)
-    stock = run(model)
+    stock = run(model, enforce_eager=False)  # rounds otherwise than eagerly
     compiled = run(model, enforce_eager=False, **offload(4))
     assert compiled.tokens == stock.tokens
     assert compiled.stats["total"]["hits"] > 0
@@ -113,10 +112,20 @@ def test_made_up_weights(tiny_model):
         assert len(greedy(llm, tokens=4)) == 5
 
 
-def test_the_default_engine_runs_in_a_process_of_its_own(tiny_model, vllm_environment):
-    model = tiny_model("qwen3_moe", torch.float32)
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ],
+    ids=["one worker", "shards of experts", "half of the experts"],
+)
+def test_engines_in_processes_of_their_own(tiny_model, vllm_environment, ways):
+    """The default engine; two workers have shards of every expert, or half of the experts each."""
+    model = tiny_model("qwen2_moe", torch.float32)
     stock = run(model)
     vllm_environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    plugged = run(model, **offload(4))
+    plugged = run(model, **ways, **offload(4))
     assert plugged.tokens == stock.tokens
     assert plugged.stats["total"]["hits"] > 0

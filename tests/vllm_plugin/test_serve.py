@@ -45,7 +45,7 @@ def environment(tmp_path):
     """``vllm serve`` asks for the version of a distribution called vllm; the CPU build's has another name."""
     record = tmp_path / "record" / "vllm-0.32.0.dist-info"
     record.mkdir(parents=True)
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     paths = [str(record.parent), os.environ.get("PYTHONPATH", "")]
     variables = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     return os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
