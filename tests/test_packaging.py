@@ -103,7 +103,8 @@ def test_the_wheel_serves_every_python():
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/cli.md", "docs/plan.md", "docs/weights.md"]
+    "name",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/cli.md", "docs/plan.md", "docs/serve.md", "docs/weights.md"],
 )
 def test_links_between_documents_lead_somewhere(name):
     page = ROOT / name

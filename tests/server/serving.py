@@ -27,7 +27,7 @@ class Running:
     headers: dict[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: object = None, **knobs) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **{"headers": self.headers} | knobs)
+        return httpx.post(self.url + path, json=body, **{"headers": self.headers, "timeout": 60} | knobs)
 
     def get(self, path: str, **knobs) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **{"headers": self.headers} | knobs)

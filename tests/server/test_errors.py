@@ -218,8 +218,10 @@ def test_draining(server, engine):
         check(response, 503, "shutting down")
         assert response.headers["Retry-After"]
     server.service.draining = False
+    assert server.get("/health").status_code == 200
     engine.refuses = True
     check(server.post(CHAT, HELLO), 503)
+    check(server.get("/health"), 503, "the engine has failed")
 
 
 @pytest.mark.parametrize(("error", "status"), [(MemoryLimitError("no memory"), 500), (ConfigError("no such"), 400)])

@@ -18,6 +18,9 @@ from greenroom.serving.requests import Finished, Piece
 OUTCOME = "greenroom.outcome"
 """Where a request's scope says how it ended, if the status does not."""
 
+_LAST_WORDS_S = 5
+"""To send what came before the deadline, and the error that it has passed."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -43,9 +46,8 @@ class Answer:
 
     async def _collect(self) -> Response:
         try:
-            async with asyncio.timeout_at(self.deadline):
-                async for index, event in self.outputs.events():
-                    self._write(index, event)
+            async for index, event in self.outputs.events(self.deadline):
+                self._write(index, event)
         except TimeoutError:
             raise too_slow(self.limit_s) from None
         finally:
@@ -55,12 +57,11 @@ class Answer:
     async def chunks(self, set_outcome: Callable[[str], None]) -> AsyncIterator[str]:
         """Data of server-sent events. An error is one of them: the status has been sent."""
         try:
-            async with asyncio.timeout_at(self.deadline):
-                for chunk in self.writer.begin():
+            for chunk in self.writer.begin():
+                yield _dump(chunk)
+            async for index, event in self.outputs.events(self.deadline):
+                for chunk in self._write(index, event):
                     yield _dump(chunk)
-                async for index, event in self.outputs.events():
-                    for chunk in self._write(index, event):
-                        yield _dump(chunk)
             if self.include_usage:
                 yield _dump(self.writer.usage(self.outputs.usage()))
             yield "[DONE]"
@@ -97,6 +98,8 @@ class EventStream(Response):
                 sending.result()
             else:
                 set_outcome("disconnected")
+        except TimeoutError:
+            set_outcome("timeout")  # of a client that does not read
         except OSError:
             set_outcome("disconnected")
         finally:
@@ -106,7 +109,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._answer.chunks(set_outcome):
             body = f"data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            async with asyncio.timeout_at(self._answer.deadline + _LAST_WORDS_S):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

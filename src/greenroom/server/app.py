@@ -50,6 +50,7 @@ class Service:
         self.config = config
         self.metrics = metrics
         self.draining = False
+        self.failed = False  # the engine takes no more requests
         self.started = int(time.time())
         self._preparation = Preparation(tokenizer, engine.vocabulary)
         # One: tokenizers are not made for several threads at once, and long prompts must not take all cores.
@@ -106,7 +107,11 @@ class Service:
                 prepared = await loop.run_in_executor(self._worker, prepare)
         except TimeoutError:
             raise too_slow(limit) from None
-        outputs = Outputs(self.engine, self.metrics, prepared.jobs)
+        try:
+            outputs = Outputs(self.engine, self.metrics, prepared.jobs)
+        except ApiError as error:
+            self.failed |= error.status_code == 503
+            raise
         answer = Answer(outputs, writer(prepared), body.include_usage, deadline, limit)
         return EventStream(answer) if body.stream else await answer.whole(request)
 
@@ -161,6 +166,8 @@ def create_app(service: Service) -> FastAPI:
     async def health() -> JSONResponse:
         if service.draining:
             raise unavailable("the server is shutting down")
+        if service.failed:
+            raise unavailable("the engine has failed; start the server anew")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

@@ -64,14 +64,20 @@ class Outputs:
             self.cancel()
             raise
 
-    async def events(self) -> AsyncIterator[tuple[int, Piece | Finished]]:
+    async def events(self, deadline: float) -> AsyncIterator[tuple[int, Piece | Finished]]:
         """Events of all outputs, each with the output's number.
 
+        Args:
+            deadline: on the event loop's clock.
+
         Raises:
+            TimeoutError: it has passed.
             ApiError: an output failed, or the server gave it up. The others are cancelled.
         """
         while len(self._finished) < len(self._jobs):
-            index, event, at = await self._queue.get()
+            # Not around the whole: a deadline must not strike while whoever takes the events has the turn.
+            async with asyncio.timeout_at(deadline):
+                index, event, at = await self._queue.get()
             if isinstance(event, Failed):
                 self.cancel()
                 raise of_engine(event.error)
