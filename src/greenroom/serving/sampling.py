@@ -14,6 +14,9 @@ from greenroom.serving.requests import SamplingParams, TokenLogprob
 
 _SEED_MASK = 2**64 - 1
 
+_CANDIDATES = 2048
+"""On the CPU, so many of the likeliest tokens are ordered first; the whole vocabulary only if top-p asks for more."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -168,18 +171,47 @@ def _cut(probabilities: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     device, vocabulary = probabilities.device, probabilities.shape[-1]
     params = [row.params for row in rows]
     if any(p.top_k or p.top_p < 1 for p in params):
-        ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-        top_k = _to(np.array([min(p.top_k, vocabulary) or vocabulary for p in params]), device)[:, None]
-        ordered = ordered.masked_fill(torch.arange(vocabulary, device=device) >= top_k, 0.0)
-        top_p = _to(np.array([p.top_p for p in params]), device)[:, None]
-        before = ordered.cumsum(-1) - ordered
-        keep = (before < top_p * ordered.sum(-1, keepdim=True)) | (top_p >= 1)
-        probabilities = torch.zeros_like(probabilities).scatter(-1, ids, ordered.masked_fill(~keep, 0.0))
+        if device.type == "cpu" and vocabulary > _CANDIDATES:
+            probabilities = torch.stack([_cut_row(row, p) for row, p in zip(probabilities, params, strict=True)])
+        else:
+            probabilities = _cut_by_rank(probabilities, params)
     if any(p.min_p for p in params):
         min_p = _to(np.array([p.min_p for p in params]), device)[:, None]
         least = min_p * probabilities.amax(-1, keepdim=True)
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
     return probabilities
+
+
+def _cut_by_rank(probabilities: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """top-k, then top-p of what that left. Equal tokens rank by their ids."""
+    device, vocabulary = probabilities.device, probabilities.shape[-1]
+    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    top_k = _to(np.array([min(p.top_k, vocabulary) or vocabulary for p in params]), device)[:, None]
+    ordered = ordered.masked_fill(torch.arange(vocabulary, device=device) >= top_k, 0.0)
+    top_p = _to(np.array([p.top_p for p in params]), device)[:, None]
+    before = ordered.cumsum(-1) - ordered
+    keep = (before < top_p * ordered.sum(-1, keepdim=True)) | (top_p >= 1)
+    return torch.zeros_like(probabilities).scatter(-1, ids, ordered.masked_fill(~keep, 0.0))
+
+
+def _cut_row(probabilities: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The same for one row, on the CPU, where ordering a whole vocabulary takes as long as a small model's step."""
+    if not params.top_k and params.top_p >= 1:
+        return probabilities
+    least = probabilities.topk(min(params.top_k or _CANDIDATES, len(probabilities))).values[-1]
+    # All that equal the last one: which of equals come first is not left to ``topk``.
+    ids = (probabilities >= least).nonzero()[:, 0]
+    ordered, order = probabilities[ids].sort(descending=True, stable=True)
+    if params.top_k:
+        ordered = ordered[: params.top_k]
+    if params.top_p < 1:
+        total = ordered.sum() if params.top_k else probabilities.sum()
+        before = ordered.cumsum(-1) - ordered
+        keep = int((before < params.top_p * total).sum())  # a prefix, since they fall
+        if keep == len(ids) < len(probabilities) and not params.top_k:
+            return _cut_by_rank(probabilities[None], [params])[0]  # the candidates do not hold the mass
+        ordered = ordered[:keep]
+    return torch.zeros_like(probabilities).scatter(-1, ids[order[: len(ordered)]], ordered)
 
 
 def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:
