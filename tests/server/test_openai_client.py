@@ -192,6 +192,8 @@ def test_cached_tokens(client):
     complete(client, prompt)
     usage = complete(client, prompt).usage
     assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+    # What the outputs of one request share is not there already.
+    assert complete(client, "Something new. " * 20, n=3).usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_content_in_parts(client):

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -202,16 +202,17 @@ def _print_active(
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column()
-    for row in active_rows(name, url, stats, engine.stats().kv_blocks, engine.context_length, max_sequences):
-        table.add_row(*row)
+    rows = active_rows(name, url, stats, engine.stats().kv_blocks, engine.context_length, max_sequences)
     if kv_offload is not None:
-        table.add_row("KV offload", f"{output.format_size(parse_size(kv_offload))} of host memory")
+        rows.insert(-1, ("KV offload", f"{output.format_size(parse_size(kv_offload))} of host memory"))
+    for row in rows:
+        table.add_row(*row)
     output.error_console().print(table)
 
 
 def active_rows(
     name: str, url: str, stats: "OffloadStats", kv_blocks: int, context: int, max_sequences: int
-) -> list[tuple[str, Any]]:
+) -> list[tuple[str, str]]:
     """Names and values of what is active."""
     locked = "page-locked" if stats.page_locked else "not page-locked"
     rows = [
