@@ -48,7 +48,9 @@ def environment(tmp_path):
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     paths = [str(record.parent), os.environ.get("PYTHONPATH", "")]
     variables = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    return os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # What this process has set for itself (vLLM's own import does, and the interpreter of Triton) stays here.
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    return kept | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def serve(environment, log, *flags):

@@ -4,6 +4,7 @@ Workers are processes of their own. Each writes its counters into a small file n
 that was asked for metrics reads those files.
 """
 
+import atexit
 import logging
 import tempfile
 import time
@@ -92,6 +93,11 @@ class RankCollector(Collector):
                     families[name].add_metric((rank, str(layer)), float(count))
         return families.values()
 
+    def remove(self) -> None:
+        """Removes the files, when the engine has ended."""
+        for path in _folder().glob(f"greenroom-{self.engine_id}-*"):
+            path.unlink(missing_ok=True)
+
     def describe(self) -> Iterable[CounterMetricFamily]:
         """Nothing: several engines of a process have collectors of the same names, one after the other."""
         return ()
@@ -102,7 +108,9 @@ def serve_metrics(engine_id: str) -> None:
     for collector in list(REGISTRY._collector_to_names):
         if isinstance(collector, RankCollector):
             REGISTRY.unregister(collector)
-    REGISTRY.register(RankCollector(engine_id))
+    collector = RankCollector(engine_id)
+    REGISTRY.register(collector)
+    atexit.register(collector.remove)  # workers that are ended by a signal leave their files
 
 
 def _folder() -> Path:
