@@ -28,6 +28,7 @@ class FakeGreenroom:
     config: OffloadConfig | None = None
     progress: object = None
     demand: object = None
+    dtype: object = None
     loads: int = 0
     closes: int = 0
 
@@ -40,7 +41,7 @@ class FakeGreenroom:
         if self.error is not None:
             raise self.error
         self.loads += 1
-        self.config, self.progress, self.demand = config, progress, demand
+        self.config, self.progress, self.demand, self.dtype = config, progress, demand, dtype
         return self.model, self.tokenizer
 
     def stats(self, model) -> OffloadStats:

@@ -63,13 +63,15 @@ def test_text_on_stdout_and_everything_else_on_stderr(runner, fake):
 def test_defaults_are_those_of_the_configuration(runner, fake):
     runner.invoke(app, REQUEST)
     assert fake.config == OffloadConfig()
+    assert fake.dtype == "auto"
 
 
 def test_every_flag_reaches_the_configuration(runner, fake):
     flags = "--cache-topk 3 --update-expert-num 4 --context-num-threads 5 --policy static --profile p.npy"
-    flags += " --device cpu --isa avx2 --no-pin-memory"
+    flags += " --device cpu --isa avx2 --no-pin-memory --dtype float32"
     result = runner.invoke(app, [*REQUEST, "--cache-expert-num", "7", *flags.split()])
     assert result.exit_code == 0, result.output
+    assert fake.dtype == "float32"
     assert fake.config == OffloadConfig(
         cache_expert_num=7,
         cache_topk=3,

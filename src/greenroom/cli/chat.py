@@ -17,6 +17,7 @@ def chat(
     model: options.Model,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens a reply at most.")] = 512,
+    dtype: options.Dtype = "auto",
     cache_expert_num: options.CacheExpertNum = None,
     vram: options.Vram = None,
     cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
@@ -59,7 +60,7 @@ def chat(
 
     generation.check_request("-", max_tokens, temperature=temperature, top_p=top_p)
     interactive = sys.stdin.isatty()
-    opened = open_model(model, config, quiet=not interactive, tokens=max_tokens)
+    opened = open_model(model, config, quiet=not interactive, tokens=max_tokens, dtype=dtype)
     with silence(not interactive), opened as (loaded, tokenizer):
         if not tokenizer.chat_template:
             raise UnsupportedModelError(f"'{model}' has no chat template; use 'greenroom generate' instead")

@@ -13,6 +13,7 @@ def generate(
     model: options.Model,
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most.")] = 128,
+    dtype: options.Dtype = "auto",
     cache_expert_num: options.CacheExpertNum = None,
     vram: options.Vram = None,
     cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
@@ -59,7 +60,10 @@ def generate(
     generation.check_request(prompt, max_tokens, temperature=temperature, top_p=top_p)
     # Few tokens are longer than eight bytes, so that hardly a prompt has fewer.
     tokens = max_tokens + 1 + len(prompt.encode()) // 8
-    with one_json_object(as_json), open_model(model, config, quiet=as_json, tokens=tokens) as (loaded, tokenizer):
+    with (
+        one_json_object(as_json),
+        open_model(model, config, quiet=as_json, tokens=tokens, dtype=dtype) as (loaded, tokenizer),
+    ):
         result = generation.generate(
             loaded,
             tokenizer,

@@ -6,6 +6,11 @@ import typer
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face id or folder of a model.")]
 
+Dtype = Annotated[
+    str,
+    typer.Option("--dtype", metavar="T", help="Of all weights: auto (the checkpoint's), bfloat16, float16, float32."),
+]
+
 CacheExpertNum = Annotated[
     int | None, typer.Option("--cache-expert-num", metavar="N", help="Cache slots a layer on the device.")
 ]

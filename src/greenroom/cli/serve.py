@@ -64,6 +64,7 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option("--drain-timeout", metavar="S", help="Seconds that requests get to finish at the end.")
     ] = 60.0,
+    dtype: options.Dtype = "auto",
     cache_expert_num: options.CacheExpertNum = None,
     vram: options.Vram = None,
     cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
@@ -119,8 +120,9 @@ def serve(
     with ExitStack() as stack:
         listener = stack.enter_context(run.listen(host, port))
         context = max_context or DEFAULT_CONTEXT
-        sequences = max_sequences if kv_bytes is None else _sequences_in(model, kv_bytes, context)
-        loaded, tokenizer = greenroom.load(model, config=config, demand=Demand(context, sequences, max_step_tokens))
+        sequences = max_sequences if kv_bytes is None else _sequences_in(model, dtype, kv_bytes, context)
+        demand = Demand(context, sequences, max_step_tokens)
+        loaded, tokenizer = greenroom.load(model, config=config, demand=demand, dtype=dtype)
         stack.callback(greenroom.close, loaded)
         context = max_context or min(DEFAULT_CONTEXT, context_length(loaded) or DEFAULT_CONTEXT)
         engine = open_engine(
@@ -179,7 +181,7 @@ def _check(
         raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one")
 
 
-def _sequences_in(model: str, kv_bytes: int, context: int) -> int:
+def _sequences_in(model: str, dtype: str, kv_bytes: int, context: int) -> int:
     """Sequences of full length that a KV cache holds, for which loading keeps memory."""
     from greenroom.engine.loader import find_model
     from greenroom.engine.model_shape import probe_shape
@@ -187,7 +189,7 @@ def _sequences_in(model: str, kv_bytes: int, context: int) -> int:
 
     hf_config = read_config(find_model(model))
     try:
-        shape = probe_shape(hf_config, resolve_dtype("auto", hf_config))
+        shape = probe_shape(hf_config, resolve_dtype(dtype, hf_config))
     except UnsupportedModelError:
         return 1  # loading warns
     return max(1, -(-kv_bytes // max(1, shape.kv_bytes(min(context, shape.max_context or context)))))

@@ -10,7 +10,9 @@ from greenroom.config import OffloadConfig
 
 
 @contextmanager
-def open_model(name: str, config: OffloadConfig, *, quiet: bool, tokens: int) -> Iterator[tuple[Any, Any]]:
+def open_model(
+    name: str, config: OffloadConfig, *, quiet: bool, tokens: int, dtype: str = "auto"
+) -> Iterator[tuple[Any, Any]]:
     """Loads a model and its tokenizer, and closes the model when the block ends, however it ends.
 
     Progress goes to stderr; ``quiet`` drops it. Memory is kept for a sequence of at least ``tokens``.
@@ -21,7 +23,7 @@ def open_model(name: str, config: OffloadConfig, *, quiet: bool, tokens: int) ->
     import greenroom
     from greenroom.engine.demand import Demand
 
-    model, tokenizer = greenroom.load(name, config=config, progress=not quiet, demand=Demand(tokens))
+    model, tokenizer = greenroom.load(name, config=config, progress=not quiet, demand=Demand(tokens), dtype=dtype)
     try:
         yield model, tokenizer
     finally:
