@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds the CPU engine, then runs every test or times the parts, on a machine with a GPU and no network.
 # Needs python3 with torch, transformers, typer, rich, pytest, pytest-xdist, hypothesis, cmake and ninja.
-# Usage: scripts/gpu_suite.sh tests|experts|model|all OUTPUT_FOLDER
+# Usage: scripts/gpu_suite.sh tests|experts|model|memory|soak|all OUTPUT_FOLDER
 set -uo pipefail
-what=${1:?tests, experts, model or all}
+what=${1:?tests, experts, model, memory, soak or all}
 out=${2:?output folder}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
@@ -46,5 +46,18 @@ if wanted model; then
   limit=180 bench kernels
   # Writes 16 GB to a temporary folder first.
   limit=300 bench load --shape q30-12L
+fi
+if wanted memory; then
+  limit=120 bench kv --part blocks
+  limit=180 bench kv --part prefix --tokens 3500
+  attention="--weights-offload-params self_attn"
+  bench decode --batch 1
+  bench decode --batch 1 --weights-offload-group-size 1 $attention
+  bench decode --batch 1 --weights-offload-group-size 4 $attention
+  bench decode --batch 1 --weights-offload-backend uva $attention
+fi
+if wanted soak; then
+  python3 scripts/soak_decode.py >"$out/soak.log" 2>&1 || status=1
+  tail -1 "$out/soak.log"
 fi
 exit $status
