@@ -57,6 +57,12 @@ def serve(
             "--kv-offload-block-factor", metavar="N", help="Blocks that are kept there together; by default 1."
         ),
     ] = None,
+    sampling_defaults: Annotated[
+        str,
+        typer.Option(
+            "--sampling-defaults", metavar="NAME", help="model (its generation_config.json) or openai (temperature 1)."
+        ),
+    ] = "model",
     max_body: Annotated[str, typer.Option("--max-body", metavar="SIZE", help="Of a request; more is 413.")] = "4MiB",
     request_timeout: Annotated[
         float, typer.Option("--request-timeout", metavar="S", help="Seconds that a request may take; then 504.")
@@ -102,6 +108,8 @@ def serve(
     kv_bytes = None if kv_cache is None else parse_size(kv_cache)
     body_bytes = parse_size(max_body)
     _check(max_sequences, max_waiting, request_timeout, drain_timeout, body_bytes, api_key)
+    if sampling_defaults not in ("model", "openai"):
+        raise ConfigError(f"--sampling-defaults is model or openai, not '{sampling_defaults}'")
     try:
         from greenroom.server import app as server
         from greenroom.server import metrics, run
@@ -114,7 +122,8 @@ def serve(
     from greenroom.engine.generation import context_length
     from greenroom.engine.offload import offload_of
     from greenroom.kv.config import KVOffloadConfig
-    from greenroom.serving.open import open_engine
+    from greenroom.serving import open as opening
+    from greenroom.serving.requests import SamplingParams
 
     kv_config = KVOffloadConfig.from_options(kv_offload, kv_offload_block_factor, kv_offload_policy)
     with ExitStack() as stack:
@@ -124,8 +133,9 @@ def serve(
         demand = Demand(context, sequences, max_step_tokens)
         loaded, tokenizer = greenroom.load(model, config=config, demand=demand, dtype=dtype)
         stack.callback(greenroom.close, loaded)
+        sampling = opening.sampling_defaults(loaded) if sampling_defaults == "model" else SamplingParams()
         context = max_context or min(DEFAULT_CONTEXT, context_length(loaded) or DEFAULT_CONTEXT)
-        engine = open_engine(
+        engine = opening.open_engine(
             loaded,
             tokenizer,
             kv_bytes=kv_bytes,
@@ -142,7 +152,7 @@ def serve(
         stores = offload_of(loaded).manager.store.formats
         observed = metrics.ServerMetrics(engine, lambda: greenroom.stats(loaded), [fmt.block_bytes for fmt in stores])
         service = server.Service(
-            engine, tokenizer, server.ServerConfig(name, api_key, body_bytes, request_timeout), observed
+            engine, tokenizer, server.ServerConfig(name, api_key, body_bytes, request_timeout, sampling), observed
         )
         stack.callback(service.close)
 

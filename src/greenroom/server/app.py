@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,7 +21,7 @@ from greenroom.server.outputs import Outputs
 from greenroom.server.prepare import Preparation, Prepared
 from greenroom.server.schema import ChatRequest, CompletionRequest
 from greenroom.server.writers import ChatWriter, CompletionWriter, Writer
-from greenroom.serving.requests import Engine
+from greenroom.serving.requests import Engine, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,14 @@ class ServerConfig:
         api_key: that they have to send; None for no key.
         max_body: bytes of a request's body.
         request_timeout: seconds that a request may take.
+        sampling: how tokens are chosen where a request says nothing; the rest of it is not looked at.
     """
 
     model: str
     api_key: str | None = None
     max_body: int = 4 << 20
     request_timeout: float = 600.0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 class Service:
@@ -52,7 +54,7 @@ class Service:
         self.draining = False
         self.failed = False  # the engine takes no more requests
         self.started = int(time.time())
-        self._preparation = Preparation(tokenizer, engine.vocabulary)
+        self._preparation = Preparation(tokenizer, engine.vocabulary, config.sampling)
         # One: tokenizers are not made for several threads at once, and long prompts must not take all cores.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="greenroom-prepare")
 

@@ -15,6 +15,7 @@ from greenroom.server.outputs import Job
 from greenroom.server.sampling import chat_params, completion_params
 from greenroom.server.schema import ChatRequest, CompletionRequest, Message, NamedTool, Tool
 from greenroom.server.tools import writes_tool_calls
+from greenroom.serving.requests import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Prepared:
 class Preparation:
     """Methods may be called from any thread, one at a time."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, defaults: SamplingParams) -> None:
+        self._defaults = defaults
         # The engine's thread decodes with the original meanwhile.
         self._tokenizer = copy.deepcopy(tokenizer)
         self.grammars = Grammars(self._tokenizer, vocabulary)
@@ -42,7 +44,12 @@ class Preparation:
         grammar = self._grammar(request)
         return Prepared(
             tuple(
-                Job(0, prompt, chat_params(request, choice), self.grammars.constraint(grammar) if grammar else None)
+                Job(
+                    0,
+                    prompt,
+                    chat_params(request, choice, self._defaults),
+                    self.grammars.constraint(grammar) if grammar else None,
+                )
                 for choice in range(request.choices)
             )
         )
@@ -51,7 +58,7 @@ class Preparation:
         """The same for prompts as they are."""
         prompts = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
         jobs = tuple(
-            Job(index, prompt, completion_params(request, choice))
+            Job(index, prompt, completion_params(request, choice, self._defaults))
             for index, prompt in enumerate(prompts)
             for choice in range(request.choices)
         )

@@ -13,6 +13,8 @@ from greenroom.errors import ConfigError
 from greenroom.kv.config import KVOffloadConfig
 from greenroom.kv.offload import HostKVOffload
 from greenroom.serving.engine import ModelFacts, ServingEngine
+from greenroom.serving.params import check_params
+from greenroom.serving.requests import SamplingParams
 
 _CONTEXT_IF_UNKNOWN = 4096
 
@@ -84,6 +86,30 @@ def _open_offload(config: KVOffloadConfig, runner: BatchRunner) -> HostKVOffload
     if not isinstance(runner, PagedRunner):
         raise ConfigError("this model's cache is not made of blocks, so none can go to host memory; drop --kv-offload")
     return HostKVOffload(config, runner.kv_tensors)
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(model: PreTrainedModel) -> SamplingParams:
+    """How the model's authors want its tokens chosen, by its generation settings; what those leave open is neutral.
+
+    Raises:
+        ConfigError: the settings make no sense.
+    """
+    config = model.generation_config
+    given = {} if config is None else config.to_diff_dict()
+    chosen = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
+    if given.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    params = SamplingParams(**chosen)
+    try:
+        check_params(params, model.config.get_text_config().vocab_size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the model's generation settings cannot be used: {error}; take OpenAI's (--sampling-defaults openai)"
+        ) from error
+    return params
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
