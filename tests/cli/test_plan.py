@@ -118,6 +118,7 @@ def test_measured_rates(runner, q30, monkeypatch):
         ([*BIG, "--weights-offload-params", "x"], "no effect without offloaded weights"),
         ([*BIG, "--weights-offload-group-size", "50"], "no layer is offloaded"),
         (["--vram", "80GiB", "--cpu-bandwidth", "-1", "--pcie-bandwidth", "2"], "cpu_gb_s must be more than 0"),
+        (["--vram", "80GiB", "--cpu-bandwidth", "8e10", "--pcie-bandwidth", "2"], "cpu_gb_s is in GB/s, like 80"),
     ],
 )
 def test_refused(runner, q30, arguments, sentence):

@@ -31,6 +31,10 @@ _HIT_SHARES, _HIT_RATES = (0.0, 0.125, 0.25, 1.0), (0.0, 0.62, 0.77, 1.0)
 """Share of a layer's experts that is cached, and hit rate at one sequence: the mean of three recorded models."""
 
 
+_MOST_GB_S = 100_000
+"""No memory is that fast: whoever says more has another unit in mind."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a machine gives. 1 GB is 10^9 bytes.
@@ -55,6 +59,8 @@ class Rates:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be more than 0, not {value}")
+            if name.endswith("_gb_s") and value is not None and value > _MOST_GB_S:
+                raise ConfigError(f"{name} is in GB/s, like 80; {value:g} would be bytes")
 
 
 @dataclass(frozen=True)
