@@ -18,6 +18,9 @@ from greenroom.serving.requests import SamplingParams
 
 _CONTEXT_IF_UNKNOWN = 4096
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Of a model's generation settings, those that say how tokens are chosen."""
+
 
 def open_engine(
     model: PreTrainedModel,
@@ -74,8 +77,9 @@ def open_engine(
         if kv_offload is not None:
             offload = _open_offload(kv_offload, runner)
             stack.callback(offload.close)
-        reuse = isinstance(runner, PagedRunner)
+        reuse = False
         if isinstance(runner, PagedRunner):
+            reuse = True
             runner.prepare()  # or the first requests would wait for it
         engine = ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload, reuse=reuse)
         stack.pop_all()  # the engine closes them
@@ -86,9 +90,6 @@ def _open_offload(config: KVOffloadConfig, runner: BatchRunner) -> HostKVOffload
     if not isinstance(runner, PagedRunner):
         raise ConfigError("this model's cache is not made of blocks, so none can go to host memory; drop --kv-offload")
     return HostKVOffload(config, runner.kv_tensors)
-
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(model: PreTrainedModel) -> SamplingParams:
