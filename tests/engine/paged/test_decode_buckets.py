@@ -58,7 +58,8 @@ def make(model: PreTrainedModel, **options) -> PagedRunner:
 def begin(traffic: Traffic, rows: int, prompt: int = 9) -> list[Growing]:
     """``rows`` sequences of different lengths whose prompts have been run."""
     sequences = [traffic.begin(prompt + row % 5 + 14) for row in range(rows)]
-    traffic.run([(sequence, prompt + row % 5) for row, sequence in enumerate(sequences)])
+    for first in range(0, rows, 8):
+        traffic.run([(sequences[row], prompt + row % 5) for row in range(first, min(first + 8, rows))])
     return sequences
 
 
@@ -108,15 +109,17 @@ def test_a_pass_layer_by_layer_counts_the_step_before(mixtral):
     stock, folder = mixtral
     with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
         runner, manager = make(model), offload_of(model).manager
+        traffic = Traffic(runner, stock, seed=9)
+        (sequence,) = begin(traffic, 1)
+        traffic.run([(sequence, 1)])  # on a GPU with passes before it that warm up
+        runner.flush()
         learnt: list[str] = []
         for name in ("learn", "begin_step"):
             own = getattr(manager, name)
             setattr(manager, name, lambda *a, own=own, name=name: (learnt.append(name), own(*a))[1])
-        traffic = Traffic(runner, stock, seed=9)
-        (sequence,) = begin(traffic, 1)
         traffic.run([(sequence, 1)])
         traffic.run([(sequence, 3)])
-        assert learnt == ["begin_step", "begin_step", "learn", "begin_step"]
+        assert learnt == ["begin_step", "learn", "begin_step"]
         runner.close()
 
 

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# One program for every number of blocks: compiling another takes longer than most transfers.
+@triton.jit(do_not_specialize=["block_num"])
 def block_copy_kernel(
     source_runs,
     source_pitches,
