@@ -8,6 +8,9 @@ The order of one step, the device's work between ``begin`` and ``finish``::
     ...           the caller waits for the work's end
     finish()      keeps what the step's mailboxes say; CPU threads park; errors surface
 
+A step may run as two halves at once, each through a path of its own with mailboxes of its own. They share the map, the
+split and what is learnt: the host treats them as one step.
+
 So statistics and swaps are off the step's path. A victim that is chosen while step N runs leaves the map at
 N + 1, and its slot is written after the end of N, which is the last step that may read it.
 """
@@ -21,16 +24,17 @@ from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager, StepRecord
 from greenroom.experts.split import LaneTimes, SplitController
+from greenroom.experts.step_part import StepPart, busy_s
 
 
 @dataclass(frozen=True)
 class _Finished:
-    """Copies of what a step left in the mailboxes.
+    """Copies of what a step left in the mailboxes of its parts.
 
-    ids: int32 [layers, rows, K]. weights: float32 [layers, rows, K].
-    lanes: int32 [layers, 5], experts that were resident, streamed, on the CPU; the divided one, or -1, and how
+    ids: int32 [layers, rows, K]. weights: float32 [layers, rows, K]. All parts' rows.
+    lanes: int32 [parts, layers, 5], experts that were resident, streamed, on the CPU; the divided one, or -1, and how
         many rows of its inner width were streamed.
-    busy_ns: int64 [layers], the CPU's time. spans: int64 [layers, 8], the device's clock.
+    busy_ns: int64 [parts, layers], the CPU's time. spans: int64 [parts, layers, 8], the device's clock.
     """
 
     ids: np.ndarray
@@ -45,13 +49,15 @@ class _Finished:
             inter: int [layers], inner width of the experts.
             timed: whether the device has a clock; without one nothing is known about its lane.
         """
-        divided = self.lanes[:, 4] / inter
-        crossing = self.lanes[:, 1] + divided
-        streamed, on_cpu = crossing > 0, self.lanes[:, 2] > 0
+        divided = self.lanes[..., 4] / inter
+        crossing = self.lanes[..., 1] + divided
+        streamed, on_cpu = crossing > 0, self.lanes[..., 2] > 0
+        spans = self.spans[streamed]
         return LaneTimes(
             streamed=float(crossing.sum()) if timed else 0,
-            streamed_s=float((self.spans[streamed, 1] - self.spans[streamed, 0]).sum()) / 1e9,
-            cpu=float((self.lanes[:, 2] - divided).sum()),
+            # Halves share the link while both read from it; their CPU jobs take turns.
+            streamed_s=busy_s(spans[:, 0], spans[:, 1]),
+            cpu=float((self.lanes[..., 2] - divided).sum()),
             cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
         )
 
@@ -63,30 +69,34 @@ class DecodeSteps:
         self.path = path
         self.split = _first_split(manager)
         self._manager = manager
-        self._mailboxes = mailboxes
-        # Made once: a view costs more than the copy of what it shows, and the device idles meanwhile.
-        self._views = (
-            mailboxes.ids.numpy(),
-            mailboxes.weights.numpy(),
-            mailboxes.request.numpy()[:, 1:6],
-            mailboxes.busy_ns.numpy()[:, 0],
-            path.lane_spans.numpy(),
-        )
+        self._first = StepPart(path)
+        self._second: StepPart | None = None
+        self._parts = [self._first]  # of the step that is open, or was last
         self._inter = np.array([fmt.inter for fmt in manager.store.formats])
-        self._rows = 0
         self._number = 0
         self._finished: _Finished | None = None
 
-    def begin(self, rows: int) -> None:
-        """Opens a step of ``rows`` sequences; rows of padding come behind them."""
+    def use_second(self, path: DecodePath | None) -> None:
+        """The path of second halves, or None for none any more. Between steps."""
+        self._second = None if path is None else StepPart(path)
+
+    def begin(self, rows: int, second_rows: int | None = None) -> None:
+        """Opens a step of ``rows`` sequences; rows of padding come behind them.
+
+        Args:
+            second_rows: of a step that runs as two halves, the second one's; ``rows`` are then the first one's.
+        """
         self._manager.begin_step()
+        self._parts = []
         try:
-            self.path.begin_step(rows, self.split.stream_parts())
-            self._mailboxes.arm()
+            self._open(self._first, rows)
+            if second_rows is not None:
+                assert self._second is not None
+                self._open(self._second, second_rows)
         except BaseException:
+            self._disarm()
             self._manager.leave_step()
             raise
-        self._rows = rows
 
     def enqueued(self) -> None:
         """All of the step's work has been enqueued on the device's current stream."""
@@ -104,11 +114,8 @@ class DecodeSteps:
         """
         number, self._number = self._number, self._number + 1
         try:
-            self._mailboxes.disarm()
-            try:
-                self._mailboxes.raise_failure()
-            except EngineError as error:
-                raise EngineError(f"decode step {number}, {error}") from error
+            self._disarm()
+            self._raise_failure(number)
             if learn:
                 self._keep()
         finally:
@@ -116,28 +123,57 @@ class DecodeSteps:
 
     def abandon(self) -> str:
         """Gives up a step that failed or does not end: answers every wait, and says where it stood. The last step."""
-        layer = self._mailboxes.pending()
-        self._mailboxes.disarm()
-        self._mailboxes.release()
+        waiting = self._waiting()
+        self._disarm()
+        for part in self._parts:
+            part.path.mailboxes.release()
         # Also marks the end of what was enqueued so far: it still reads slots.
         self._manager.abandon_step()
-        where = "no layer has a request open" if layer is None else f"layer {layer} has not been answered"
-        return f"decode step {self._number}: {where}"
+        return f"decode step {self._number}: {waiting}"
 
     def flush(self) -> None:
         """Learns from the last finished step, if that has not been done."""
         finished, self._finished = self._finished, None
         if finished is None:
             return
-        self._manager.learn(StepRecord(finished.ids, finished.weights, finished.lanes[:, :3]))
+        self._manager.learn(StepRecord(finished.ids, finished.weights, finished.lanes[..., :3].sum(axis=0)))
         self.split.observe(finished.times(self._inter, self.path.timed))
 
     def _keep(self) -> None:
-        ids, weights, lanes, busy_ns, spans = self._views
-        rows = self._rows
+        parts = self._parts
         self._finished = _Finished(
-            ids[:, :rows].copy(), weights[:, :rows].copy(), lanes.copy(), busy_ns.copy(), spans.copy()
+            np.concatenate([part.ids[:, : part.rows] for part in parts], axis=1),
+            np.concatenate([part.weights[:, : part.rows] for part in parts], axis=1),
+            np.stack([part.lanes for part in parts]),
+            np.stack([part.busy_ns for part in parts]),
+            np.stack([part.spans for part in parts]),
         )
+
+    def _open(self, part: StepPart, rows: int) -> None:
+        self._parts.append(part)
+        part.begin(rows, self.split.stream_parts())
+
+    def _disarm(self) -> None:
+        for part in self._parts:
+            part.path.mailboxes.disarm()
+
+    def _raise_failure(self, number: int) -> None:
+        """Of all failures the first one; the others would otherwise be taken for the next step's."""
+        failures = [(part, error) for part in self._parts if (error := part.failure()) is not None]
+        for part, error in failures:
+            raise EngineError(f"decode step {number}, {self._of_half(part)}{error}") from error
+
+    def _waiting(self) -> str:
+        for part in self._parts:
+            if (layer := part.path.mailboxes.pending()) is not None:
+                return f"{self._of_half(part)}layer {layer} has not been answered"
+        return "no layer has a request open"
+
+    def _of_half(self, part: StepPart) -> str:
+        """Where a step ran as halves, which one ``part`` was."""
+        if len(self._parts) == 1:
+            return ""
+        return f"{'first' if part is self._parts[0] else 'second'} half, "
 
 
 def _first_split(manager: OffloadManager) -> SplitController:
