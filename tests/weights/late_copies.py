@@ -15,18 +15,18 @@ class LateCopies(Copies):
         self.log: list[tuple[str, int]] = []
         self.started = 0
         self.capturing = False
-        self._under_way: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._under_way: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def start(self, slot, target, source):
         self.log.append(("start", slot))
         self.started += len(source)
         target.fill_(0xFF)  # NaN in every floating-point format
-        self._under_way[slot] = (target, source)
+        self._under_way.setdefault(slot, []).append((target, source))
 
     def wait(self, slot):
         self.log.append(("wait", slot))
-        target, source = self._under_way.pop(slot)
-        target.copy_(source)
+        for target, source in self._under_way.pop(slot):
+            target.copy_(source)
 
     def recording(self):
         return self.capturing

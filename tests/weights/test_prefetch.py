@@ -1,6 +1,7 @@
 """Prefetch: no layer computes with another's bytes, whatever the numbers, the order of passes and their failures."""
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,8 +71,9 @@ class Model(nn.Module):
 
 
 def offload(model: Model, copies: LateCopies | None = None, **settings) -> PrefetchOffload:
+    """Copies in as many pieces as there are layers for them, however small those get."""
     config = WeightOffloadConfig("prefetch", **settings)
-    offloader = PrefetchOffload(select(weights_of(model), "model", config), torch.device("cpu"), copies)
+    offloader = PrefetchOffload(select(weights_of(model), "model", config), torch.device("cpu"), copies, least_piece=1)
     offloader.take(model)
     offloader.attach(model, model.model)
     offloader.check()
@@ -146,12 +148,50 @@ def test_a_copy_starts_as_early_as_its_slot_is_free():
         assert copies.log[where + 1] == ("up", index)
 
 
+@torch.no_grad()
+def test_pieces_start_layer_by_layer():
+    """Every third of nine layers: three pieces from unit to unit, and the first unit's before its turn."""
+    stock, model = pair(9)
+    copies = LateCopies()
+    offload(model, copies, group_size=3, params="self_attn")
+    for index, layer in enumerate(model.model.layers):
+        layer.up.register_forward_hook(lambda *_, i=index: copies.log.append(("experts", i)))
+    copies.log.clear()
+    x = torch.randn(1, WIDTH)
+    assert torch.equal(model(x), stock(x))
+    experts = [copies.log.index(("experts", index)) for index in range(9)]
+    started = [copies.log[before + 1 : after].count(("start", 0)) for before, after in pairwise([-1, *experts])]
+    assert started == [1, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert copies.log.count(("wait", 0)) == 3
+
+
+@torch.no_grad()
+def test_layers_that_do_not_run_only_delay_their_pieces():
+    """A model may skip layers (early exit, layer drop); what they would have started is started where it is needed."""
+    stock, model = pair(9)
+    offloader = offload(model, LateCopies(), group_size=3)
+    x = torch.randn(1, WIDTH)
+    expected = stock(x)
+    for index in (1, 4, 6):
+        for twin in (stock, model):
+            twin.model.layers[index] = nn.Identity()
+    skipped = stock(x)
+    assert not torch.equal(skipped, expected)
+    for _ in range(2):
+        assert torch.equal(model(x), skipped)
+        offloader.check()
+
+
+GROUPS = [{"group_size": 1}, {"group_size": 3}, {"group_size": 2, "params": "self_attn"}]
+
+
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("fail_at", range(6))
 @torch.no_grad()
-def test_the_pass_behind_a_failed_one_starts_clean(fail_at, step):
+def test_the_pass_behind_a_failed_one_starts_clean(fail_at, step, group):
     stock, model = pair(5)
-    offloader = offload(model, LateCopies(), prefetch_step=step)
+    offloader = offload(model, LateCopies(), prefetch_step=step, **group)
     x = torch.randn(1, WIDTH)
     model.model.fail_at = fail_at
     if fail_at < 5:
@@ -163,11 +203,12 @@ def test_the_pass_behind_a_failed_one_starts_clean(fail_at, step):
     offloader.check()
 
 
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("layer", range(5))
 @torch.no_grad()
-def test_the_pass_behind_an_interrupted_one_starts_clean(layer):
+def test_the_pass_behind_an_interrupted_one_starts_clean(layer, group):
     stock, model = pair(5)
-    offloader = offload(model, LateCopies(), prefetch_step=2)
+    offloader = offload(model, LateCopies(), prefetch_step=2, **group)
     x, interrupted = torch.randn(1, WIDTH), model.model.layers[layer].up
     handle = interrupted.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -201,13 +242,14 @@ def run_refused(model: nn.Module, x: torch.Tensor) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("fail_at", range(5))
 @torch.no_grad()
-def test_a_failed_capture_moved_nothing(fail_at):
+def test_a_failed_capture_moved_nothing(fail_at, group):
     """What a capture records is not done: neither the copies nor their waits."""
     stock, model = pair(5)
     copies = LateCopies()
-    offloader = offload(model, copies, prefetch_step=2)
+    offloader = offload(model, copies, prefetch_step=2, **group)
     x = torch.randn(1, WIDTH)
     copies.start, copies.wait, copies.capturing = (lambda *_: None), (lambda *_: None), True
     model.model.fail_at = fail_at
@@ -219,10 +261,11 @@ def test_a_failed_capture_moved_nothing(fail_at):
     assert torch.equal(model(x), stock(x))
 
 
+@pytest.mark.parametrize("group", GROUPS)
 @torch.no_grad()
-def test_a_pass_that_ends_early_leaves_the_next_one_its_weights():
+def test_a_pass_that_ends_early_leaves_the_next_one_its_weights(group):
     stock, model = pair(7)
-    offloader = offload(model, LateCopies(), prefetch_step=3)
+    offloader = offload(model, LateCopies(), prefetch_step=3, **group)
     x = torch.randn(1, WIDTH)
     for stop_after in (0, 2, 5, None, 3, None):
         stock.model.stop_after = model.model.stop_after = stop_after
@@ -308,6 +351,7 @@ def test_integers_and_odd_sizes_are_bytes_like_others():
 
 
 _AFTER = PrefetchOffload.after_unit
+_START = PrefetchOffload._start
 
 
 def _wrap_by_number(self, number):
@@ -322,6 +366,11 @@ def _copy_before_the_unit_has_run(self, number):
     self._next = number
 
 
+def _start_one_piece(self, slot, until):
+    """As if the rest were another's."""
+    _START(self, slot, min(until, self._started[slot] + 256))
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -330,8 +379,18 @@ def _copy_before_the_unit_has_run(self, number):
         ("after_unit", _wrap_by_number),
         ("_settle", lambda self: self._pending.clear()),
         ("_end", lambda self, module, args, output: setattr(self, "_owner", None)),
+        ("_start", _start_one_piece),
+        ("_begin", lambda self, fill: fill and self._fill(0, fill.unit)),
     ],
-    ids=["no wait", "copied too early", "slots by number around the end", "no wait at the end", "no end"],
+    ids=[
+        "no wait",
+        "copied too early",
+        "slots by number around the end",
+        "no wait at the end",
+        "no end",
+        "one piece",
+        "one slot",
+    ],
 )
 @torch.no_grad()
 def test_faults_are_noticed(monkeypatch, name, fault):

@@ -4,6 +4,10 @@ It counts in parts of an expert: one expert a layer may be divided between the t
 
 It starts from the bandwidths measured at load and then follows what steps really take, so a CPU that slows
 down (a busy host, a container's quota) sheds its experts within a few steps, and gets them back.
+
+PCIe may have more to carry than experts: other weights that are copied ahead. Both share it half and half as long as
+both are under way, so an expert then seems slow that is not, and the link stays busy when the last expert has arrived.
+The split therefore counts the rest of the load as experts that PCIe has in any case.
 """
 
 from dataclasses import dataclass
@@ -34,24 +38,26 @@ class LaneTimes:
     """What one step's absent experts took, summed over layers.
 
     streamed, cpu: experts on each lane; a divided one counts on both, in proportion. streamed_s, cpu_s: seconds
-    that each lane was busy.
+    that each lane was busy. streaming_layers: layers that streamed any.
     """
 
     streamed: float
     streamed_s: float
     cpu: float
     cpu_s: float
+    streaming_layers: int = 0
 
 
 class SplitController:
     """Seconds that an expert takes on each lane, as the last steps showed.
 
     Attributes:
-        streamed_s: seconds to read one expert over PCIe.
+        streamed_s: seconds to read one expert over PCIe, with PCIe to itself.
         cpu_s: seconds to compute one expert on the CPU.
+        link_load: what else crosses PCIe while a layer's experts do, in experts.
     """
 
-    def __init__(self, streamed_s: float, cpu_s: float, max_experts: int) -> None:
+    def __init__(self, streamed_s: float, cpu_s: float, max_experts: int, link_load: float = 0.0) -> None:
         """Infinite seconds close a lane for good; one must be open.
 
         Args:
@@ -59,8 +65,12 @@ class SplitController:
         """
         if not (streamed_s > 0 and cpu_s > 0) or streamed_s == cpu_s == float("inf"):
             raise ValueError("seconds an expert must be positive, and one lane open")
+        if not 0 <= link_load < float("inf"):
+            raise ValueError("the load of PCIe must be 0 experts or more")
         self.streamed_s = streamed_s
         self.cpu_s = cpu_s
+        self.link_load = link_load
+        self._least_s = streamed_s
         self._max_experts = max_experts
         self._table: np.ndarray | None = None
         self._lanes = {"streamed": _LaneUse(), "cpu": _LaneUse()}
@@ -68,16 +78,26 @@ class SplitController:
     def stream_parts(self) -> np.ndarray:
         """int32 [max_experts + 1]: of so many absent experts, how many parts to stream."""
         if self._table is None:
-            self._table = split_table(self.streamed_s, self.cpu_s, self._max_experts)
+            self._table = split_table(self.streamed_s, self.cpu_s, self._max_experts, self.link_load)
         return self._table
 
     def observe(self, times: LaneTimes) -> None:
         """Learns from a step."""
         if times.streamed + times.cpu == 0:
             return
-        self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, times.streamed_s)
+        self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, self._alone(times))
         self.cpu_s = self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
-        self._table = split_table(self.streamed_s, self.cpu_s, self._max_experts)
+        self._table = None
+
+    def _alone(self, times: LaneTimes) -> float:
+        """Seconds that the streamed experts would have taken with PCIe to themselves."""
+        rest = min(times.streamed, self.link_load * times.streaming_layers)
+        if rest == 0:
+            return times.streamed_s
+        # As much of the rest crossed beside them, or all that there was. If that makes the link faster than it was at
+        # load, less did.
+        fair = times.streamed_s * times.streamed / (times.streamed + rest)
+        return max(fair, min(times.streamed_s, times.streamed * self._least_s))
 
     def _follow(self, lane: str, known: float, experts: float, seconds: float) -> float:
         use = self._lanes[lane]
@@ -108,18 +128,23 @@ class _LaneUse:
         return self._without % self._wait == 0
 
 
-def split_table(streamed_s: float, cpu_s: float, max_experts: int) -> np.ndarray:
+def split_table(streamed_s: float, cpu_s: float, max_experts: int, link_load: float = 0.0) -> np.ndarray:
     """int32 [max_experts + 1]: for each number of absent experts, how many parts of them to stream so that the slower
-    of the two lanes ends soonest. Of equally good numbers the smallest."""
+    of the two lanes ends soonest. Of equally good numbers the smallest.
+
+    Args:
+        link_load: experts' worth of other bytes that the streamed ones share PCIe with.
+    """
     all_parts = np.arange(max_experts + 1) * PARTS
     if streamed_s == float("inf"):
         return np.zeros(max_experts + 1, dtype=np.int32)
     if cpu_s == float("inf"):
         return all_parts.astype(np.int32)
+    load = link_load * PARTS
     # Where both lanes would end together, or the part before or behind it; or at the ends of what is allowed.
-    below = np.floor(all_parts * (cpu_s / (streamed_s + cpu_s))).astype(np.int64)
+    below = np.floor((all_parts * cpu_s - load * streamed_s) / (streamed_s + cpu_s)).astype(np.int64)
     near = np.clip(below[:, None] + np.array([-1, 0, 1]), LEAST_SHARE, np.maximum(all_parts - LEAST_SHARE, 0)[:, None])
     candidates = np.concatenate([np.zeros_like(below)[:, None], near, all_parts[:, None]], axis=1)
-    seconds = np.maximum(candidates * streamed_s, (all_parts[:, None] - candidates) * cpu_s)
+    seconds = np.maximum((candidates + load) * streamed_s, (all_parts[:, None] - candidates) * cpu_s)
     best = np.argmin(seconds, axis=1)
     return candidates[np.arange(max_experts + 1), best].astype(np.int32)

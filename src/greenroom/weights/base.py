@@ -17,6 +17,11 @@ class WeightOffloader(ABC):
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
 
+    @property
+    def bytes_beside_experts(self) -> float:
+        """That cross to the device while a layer's experts do, in a pass; the mean of all layers."""
+        return 0.0
+
     @abstractmethod
     def take(self, model: nn.Module) -> None:
         """Copies the selected weights into host blocks and points the parameters at where the device will read them.

@@ -10,7 +10,7 @@ from greenroom.hardware import cuda_driver
 
 
 class Copies(ABC):
-    """Copies of uint8 blocks into numbered slots, one under way for a slot at most."""
+    """Copies of uint8 blocks into numbered slots. Those of one slot under way at once are pieces of one block."""
 
     @abstractmethod
     def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -18,7 +18,7 @@ class Copies(ABC):
 
     @abstractmethod
     def wait(self, slot: int) -> None:
-        """Work that the current stream is given from here on finds the slot's last copy complete."""
+        """Work that the current stream is given from here on finds the slot's copies complete."""
 
     @abstractmethod
     def recording(self) -> bool:
@@ -50,7 +50,8 @@ class StreamCopies(Copies):
     def __init__(self, slots: int, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # Each slot has its own pair: an event that is recorded again forgets what it stood for.
+        # Each slot has its own pair: an event that is recorded again forgets what it stood for. Pieces of one slot may
+        # share it: who waited has been told by then, and the last piece's copy ends behind the others'.
         self._forked = [torch.cuda.Event() for _ in range(slots)]
         self._landed = [torch.cuda.Event() for _ in range(slots)]
 
