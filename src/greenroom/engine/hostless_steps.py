@@ -5,6 +5,7 @@ The passes run eagerly or are captured as CUDA graphs; what they compute, and in
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel
@@ -44,29 +45,49 @@ class HostlessSteps:
             watchdog_s: seconds after which a step that has not ended (on a CPU device: a layer) is given up.
         """
         offload = offload_of(model)
-        manager, top_k = offload.manager, _top_k(model)
+        manager = offload.manager
         self._device = offload.device
+        self._engine = offload.engine
         self._manager = manager
+        self._top_k = _top_k(model)
         self._watchdog_s = watchdog_s
         self.given_up: str | None = None
-        pin = self._device.type == "cuda"
-        self._mailboxes = Mailboxes(offload.engine, manager.store, max_rows, top_k, pin)
+        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._second: DecodePath | None = None
+        path = self._make_path(max_rows)
         try:
-            slot_of = manager.tier.device_map(manager.cache.slot_of)
-            path = DecodePath(manager.store, manager.tier.slots, slot_of, self._mailboxes, max_rows, top_k)
-            path.wait_limit_s = watchdog_s
-            self.steps = DecodeSteps(manager, path, self._mailboxes)
+            self.steps = DecodeSteps(manager, path, path.mailboxes, offload.weights.bytes_beside_experts)
         except BaseException:
-            self._mailboxes.close()
+            path.mailboxes.close()
             raise
 
-    def run(self, work: Callable[[], None], rows: int, learn: bool = True) -> None:
+    def open_second(self, max_rows: int) -> None:
+        """Makes ready for steps that run as two halves.
+
+        Args:
+            max_rows: tokens of a second half at most.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for their buffers.
+        """
+        self._second = self._make_path(max_rows)
+        self.steps.use_second(self._second)
+
+    def close_second(self) -> None:
+        """Frees what ``open_second`` made, between steps; graphs of halves must be gone. Idempotent."""
+        second, self._second = self._second, None
+        self.steps.use_second(None)
+        if second is not None:
+            second.mailboxes.close()
+
+    def run(self, work: Callable[[], None], rows: int, learn: bool = True, second_rows: int | None = None) -> None:
         """One step.
 
         Args:
             work: enqueues the step: calls what ``hostless`` or ``capture`` returned.
             rows: tokens that are no padding; they come first.
             learn: False for warm-up passes: nothing is counted.
+            second_rows: of a step of two halves, the second one's; ``rows`` are then the first one's.
 
         Raises:
             EngineError: the CPU engine failed, and another step may be run. Or the step did not end in time:
@@ -75,7 +96,7 @@ class HostlessSteps:
         if self.given_up is not None:
             raise EngineError(self.given_up)
         steps = self.steps
-        steps.begin(rows)
+        steps.begin(rows, second_rows)
         try:
             work()
             steps.enqueued()
@@ -90,22 +111,31 @@ class HostlessSteps:
             raise
         steps.finish(learn)
 
-    def hostless(self, forward: Callable[[], None]) -> Callable[[], None]:
-        """``forward`` with the experts inside going through the decode path."""
+    def hostless(self, forward: Callable[[], None], second: Callable[[], None] | None = None) -> Callable[[], None]:
+        """``forward`` with the experts inside going through the decode path.
+
+        With ``second`` both are halves of one step, on two streams: they must share nothing that either writes.
+        """
 
         def work() -> None:
-            with self._manager.without_host(self.steps.path.run):
-                forward()
+            if second is None:
+                with self._manager.without_host(self.steps.path.run):
+                    forward()
+            else:
+                self._run_halves(forward, second)
 
         return work
 
     def capture(
-        self, forward: Callable[[], None], pool: "torch.cuda._POOL_HANDLE | None" = None
+        self,
+        forward: Callable[[], None],
+        pool: "torch.cuda._POOL_HANDLE | None" = None,
+        second: Callable[[], None] | None = None,
     ) -> torch.cuda.CUDAGraph:
-        """``forward`` as a graph. Its kernels have run before; graphs that share ``pool`` never run at once."""
+        """``hostless`` as a graph. Its kernels have run before; graphs that share ``pool`` never run at once."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.hostless(forward)()
+            self.hostless(forward, second)()
         return graph
 
     def flush(self) -> None:
@@ -117,7 +147,40 @@ class HostlessSteps:
         """Waits for the device and frees the mailboxes. Idempotent."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._mailboxes.close()
+        self.steps.path.mailboxes.close()
+        if self._second is not None:
+            self._second.mailboxes.close()
+
+    def _make_path(self, max_rows: int) -> DecodePath:
+        manager, on_gpu = self._manager, self._device.type == "cuda"
+        mailboxes = Mailboxes(self._engine, manager.store, max_rows, self._top_k, on_gpu)
+        try:
+            slot_of = manager.tier.device_map(manager.cache.slot_of)
+            path = DecodePath(manager.store, manager.tier.slots, slot_of, mailboxes, max_rows, self._top_k)
+        except BaseException:
+            mailboxes.close()
+            raise
+        path.wait_limit_s = self._watchdog_s
+        return path
+
+    def _run_halves(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """The second half goes to a stream that leaves the current one before the first half and joins it behind.
+
+        Neither half waits for the other: each waits for its own mailboxes, which the CPU engine answers in any order.
+        So they end, however their work is interleaved.
+        """
+        path, side = self._second, self._side
+        assert path is not None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with self._manager.without_host(self.steps.path.run):
+                first()
+            with nullcontext() if side is None else torch.cuda.stream(side), self._manager.without_host(path.run):
+                second()
+        finally:
+            if side is not None:
+                torch.cuda.current_stream(self._device).wait_stream(side)
 
     def _wait(self) -> None:
         """Until the device has done what was enqueued.
