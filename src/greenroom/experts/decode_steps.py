@@ -59,15 +59,17 @@ class _Finished:
             streamed_s=busy_s(spans[:, 0], spans[:, 1]),
             cpu=float((self.lanes[..., 2] - divided).sum()),
             cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
+            streaming_layers=int(streamed.any(axis=0).sum()),
         )
 
 
 class DecodeSteps:
     """Runs steps through a ``DecodePath``. One thread at a time, the one that runs the model."""
 
-    def __init__(self, manager: OffloadManager, path: DecodePath, mailboxes: Mailboxes) -> None:
+    def __init__(self, manager: OffloadManager, path: DecodePath, mailboxes: Mailboxes, link_bytes: float = 0) -> None:
+        """``link_bytes``: that cross PCIe besides, while a layer's experts do; the mean of all layers."""
         self.path = path
-        self.split = _first_split(manager)
+        self.split = _first_split(manager, link_bytes)
         self._manager = manager
         self._first = StepPart(path)
         self._second: StepPart | None = None
@@ -176,10 +178,10 @@ class DecodeSteps:
         return f"{'first' if part is self._parts[0] else 'second'} half, "
 
 
-def _first_split(manager: OffloadManager) -> SplitController:
+def _first_split(manager: OffloadManager, link_bytes: float) -> SplitController:
     """From the rates measured at load, for an expert of average size."""
     costs, formats = manager.costs, manager.store.formats
     size = sum(fmt.block_bytes for fmt in formats) / len(formats)
     streamed_s = size / costs.copy_bytes_per_s if costs.copy_bytes_per_s > 0 else float("inf")
     cpu_s = size / costs.cpu_bytes_per_s if costs.cpu_bytes_per_s > 0 else float("inf")
-    return SplitController(streamed_s, cpu_s, max(manager.store.num_experts))
+    return SplitController(streamed_s, cpu_s, max(manager.store.num_experts), link_bytes / size)
