@@ -2,17 +2,21 @@
 
 The order of one step, the device's work between ``begin`` and ``finish``::
 
-    begin(rows)   landed experts enter the map; map and split are published; CPU threads start polling
+    begin(rows)   copied experts enter the map; map, split and offered slots are published; CPU threads start polling
     ...           the caller enqueues the step's work, or replays its graph
     enqueued()    marks its end; then, while the device works, learns from the step before
     ...           the caller waits for the work's end
-    finish()      keeps what the step's mailboxes say; CPU threads park; errors surface
+    finish()      what landed in offered slots enters the map; keeps what the step's mailboxes say; CPU threads park;
+                  errors surface
 
 A step may run as two halves at once, each through a path of its own with mailboxes of its own. They share the map, the
 split and what is learnt: the host treats them as one step.
 
 So statistics and swaps are off the step's path. A victim that is chosen while step N runs leaves the map at
 N + 1, and its slot is written after the end of N, which is the last step that may read it.
+
+What lands in passing, in slots that were offered to step N, is in the map of N + 1. A step that runs as two halves is
+offered none: each half writes where it does not read, but the other may.
 """
 
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ import numpy as np
 
 from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
+from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager, StepRecord
 from greenroom.experts.split import LaneTimes, SplitController
@@ -35,6 +40,7 @@ class _Finished:
     lanes: int32 [parts, layers, 5], experts that were resident, streamed, on the CPU; the divided one, or -1, and how
         many rows of its inner width were streamed.
     busy_ns: int64 [parts, layers], the CPU's time. spans: int64 [parts, layers, 8], the device's clock.
+    landing: slots were offered to the step.
     """
 
     ids: np.ndarray
@@ -42,6 +48,7 @@ class _Finished:
     lanes: np.ndarray
     busy_ns: np.ndarray
     spans: np.ndarray
+    landing: bool
 
     def times(self, inter: np.ndarray, timed: bool) -> LaneTimes:
         """
@@ -76,28 +83,31 @@ class DecodeSteps:
         self._parts = [self._first]  # of the step that is open, or was last
         self._inter = np.array([fmt.inter for fmt in manager.store.formats])
         self._number = 0
+        self._landing = False  # slots are offered to the step that is open
         self._finished: _Finished | None = None
 
     def use_second(self, path: DecodePath | None) -> None:
         """The path of second halves, or None for none any more. Between steps."""
         self._second = None if path is None else StepPart(path)
 
-    def begin(self, rows: int, second_rows: int | None = None) -> None:
+    def begin(self, rows: int, second_rows: int | None = None, land: bool = True) -> None:
         """Opens a step of ``rows`` sequences; rows of padding come behind them.
 
         Args:
             second_rows: of a step that runs as two halves, the second one's; ``rows`` are then the first one's.
+            land: whether its experts may land in cache slots, as far as its path lets them.
         """
         self._manager.begin_step()
         self._parts = []
+        self._landing = land and second_rows is None and self.path.places > 0
         try:
-            self._open(self._first, rows)
+            self._open(self._first, rows, self._manager.offer() if self._landing else None)
             if second_rows is not None:
                 assert self._second is not None
                 self._open(self._second, second_rows)
         except BaseException:
             self._disarm()
-            self._manager.leave_step()
+            self._leave()
             raise
 
     def enqueued(self) -> None:
@@ -121,7 +131,7 @@ class DecodeSteps:
             if learn:
                 self._keep()
         finally:
-            self._manager.leave_step()
+            self._leave()
 
     def abandon(self) -> str:
         """Gives up a step that failed or does not end: answers every wait, and says where it stood. The last step."""
@@ -138,7 +148,7 @@ class DecodeSteps:
         finished, self._finished = self._finished, None
         if finished is None:
             return
-        self._manager.learn(StepRecord(finished.ids, finished.weights, finished.lanes[..., :3].sum(axis=0)))
+        self._manager.learn(StepRecord(finished.ids, finished.weights, finished.lanes[..., :3].sum(axis=0), finished.landing))
         self.split.observe(finished.times(self._inter, self.path.timed))
 
     def _keep(self) -> None:
@@ -149,11 +159,18 @@ class DecodeSteps:
             np.stack([part.lanes for part in parts]),
             np.stack([part.busy_ns for part in parts]),
             np.stack([part.spans for part in parts]),
+            self._landing,
         )
 
-    def _open(self, part: StepPart, rows: int) -> None:
+    def _open(self, part: StepPart, rows: int, offers: Offers | None = None) -> None:
         self._parts.append(part)
-        part.begin(rows, self.split.stream_parts())
+        part.begin(rows, self.split.stream_parts(), offers)
+
+    def _leave(self) -> None:
+        """Closes a step of which nothing runs any more."""
+        if self._landing:
+            self._manager.take_landed(self._first.landed)
+        self._manager.leave_step()
 
     def _disarm(self) -> None:
         for part in self._parts:
