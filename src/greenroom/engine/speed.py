@@ -1,7 +1,8 @@
 """How fast a machine will run a model: a small model of the time of a pass. Pure.
 
 A layer's missing experts take both lanes at once, CPU and PCIe, which end together; its resident ones are read from
-device memory; whatever else it does is a fixed time. Constants are fitted to the H100 of docs/performance.md.
+device memory; whatever else it does is a fixed time. Decode is the bare step: what a server does between two steps,
+choosing tokens above all, comes on top. Constants are fitted to the H100 of docs/performance.md.
 """
 
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ import numpy as np
 from greenroom.engine.model_shape import ModelShape
 from greenroom.errors import ConfigError
 from greenroom.experts.formats import ExpertFormat
+from greenroom.weights.schedule import bytes_beside_experts
+from greenroom.weights.select import Selection
 
-_STEP_S = 300e-6
+_STEP_S = 190e-6
 """Of a decode step on a GPU, outside of the graph: what the host does while nothing runs."""
 
-_LAYER_S = 90e-6
-"""Of a layer of a captured step: some forty kernels that move next to nothing."""
+_LAYER_S = 76e-6
+"""Of a layer of a captured step, beside bytes of experts and attention: some thirty kernels that move next to nothing,
+and what experts' kernels take beyond the memory's rate."""
 
 _EAGER_LAYER_S = 4e-3
 """Of a layer of a step that no graph holds: the host launches each kernel and decides where experts run."""
@@ -64,6 +68,23 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """Bytes of offloaded weights that cross PCIe in a pass: ``beside`` experts, and ``alone``, while nothing else runs."""
+
+    beside: float = 0.0
+    alone: float = 0.0
+
+    @classmethod
+    def of(cls, selection: Selection) -> "Crossing":
+        """What ``selection`` sends."""
+        beside = bytes_beside_experts(selection)
+        return cls(beside, selection.pass_bytes - beside)
+
+
+_NOTHING = Crossing()
+
+
+@dataclass(frozen=True)
 class PassTime:
     """Seconds of one pass. layers: all of them; rest: head, launch and the like."""
 
@@ -93,7 +114,7 @@ def pass_time(
     tokens: int,
     sequences: int,
     hit_rate: float | None = None,
-    weight_bytes: int = 0,
+    crossing: Crossing = _NOTHING,
 ) -> PassTime:
     """
     Args:
@@ -101,12 +122,12 @@ def pass_time(
         tokens: of the pass; a decode step has one a sequence.
         sequences: whose next tokens it computes.
         hit_rate: of one sequence's decode; None assumes one.
-        weight_bytes: of other weights that are offloaded and cross to the device in a pass.
+        crossing: of other weights that are offloaded.
     """
     decode = tokens == sequences
     on_gpu = rates.pcie_gb_s is not None
-    per_layer = weight_bytes / len(shape.spec.layers) if on_gpu else 0.0
-    layers = 0.0
+    per_layer = crossing.beside / len(shape.spec.layers) if on_gpu else 0.0
+    layers = crossing.alone / (rates.pcie_gb_s * 1e9) if rates.pcie_gb_s is not None else 0.0
     for layer, top_k, slots in zip(shape.spec.layers, shape.top_k, num_slots, strict=True):
         needed = distinct_experts(tokens, top_k, layer.num_experts)
         share = slots / layer.num_experts
