@@ -37,6 +37,7 @@ class SlowRunner:
         self.memory = [[GARBAGE] * block_size for _ in range(num_blocks)]
         self.fail_next: Exception | None = None
         self.passes: list[list[int]] = []  # tokens of each chunk
+        self.copied: list[tuple[int, int]] = []
         self.closed = 0
         self._exclusive: list[int] | None = None
 
@@ -54,6 +55,11 @@ class SlowRunner:
             self._write(chunk, chunk.token_ids)
         rows = [logits_of(self._read(chunk), self.vocabulary) for chunk in chunks]
         return torch.from_numpy(np.stack(rows))
+
+    def copy_block(self, source, target) -> None:
+        assert source != target
+        self.copied.append((source, target))
+        self.memory[target] = [*self.memory[source]]
 
     def close(self) -> None:
         self.closed += 1

@@ -151,10 +151,10 @@ class TestRequests:
         first.result()
         second, _ = ask(engine, [50] * 9)
         assert second.result().cached_tokens == 8
-        third, _ = ask(engine, [50] * 8)  # the last token is computed again, and its block with it
-        assert third.result().cached_tokens == 4
+        third, _ = ask(engine, [50] * 8)  # the last token is computed again
+        assert third.result().cached_tokens == 7
         assert second.tokens == first.tokens
-        assert engine.stats().cached_tokens == 12
+        assert engine.stats().cached_tokens == 15
 
     @pytest.mark.parametrize("count", [0, 3])
     def test_logprobs(self, opened, count) -> None:

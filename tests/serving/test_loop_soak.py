@@ -85,6 +85,7 @@ def test_little_memory_and_host_memory(seed) -> None:
     assert stats.preemptions > 5
     assert stats.loaded_tokens > 50
     assert stats.cached_tokens > 50
+    assert len(runner.copied) > 5
     assert set(stats.finished) == {"stop", "length", "cancelled", "failed"}
 
 
@@ -98,5 +99,5 @@ def test_one_sequence_at_a_time() -> None:
     soak = Soak(SlowExclusiveRunner(num_blocks=12, max_tokens=7, vocabulary=VOCAB), None, 6)
     soak.run(350)
     stats = soak.loop.stats()
-    assert stats.preemptions == stats.cached_tokens == 0
+    assert stats.preemptions == stats.cached_tokens == len(soak.runner.copied) == 0
     assert max(max(chunks) for chunks in soak.runner.passes) == 7

@@ -39,8 +39,8 @@ class Offload:
         return len(self.begun) - 1
 
 
-def make(num_blocks=8, max_sequences=4, max_tokens=16, reuse=True, offload=None) -> Scheduler:
-    return Scheduler(SchedulerLimits(SIZE, num_blocks, max_sequences, max_tokens, reuse), offload)
+def make(num_blocks=8, max_sequences=4, max_tokens=16, reuse=True, offload=None, copy=lambda *_: None) -> Scheduler:
+    return Scheduler(SchedulerLimits(SIZE, num_blocks, max_sequences, max_tokens, reuse), copy, offload)
 
 
 def add(scheduler, order, length, letter=None, max_length=None) -> Sequence:
@@ -97,8 +97,8 @@ class TestAdmission:
         scheduler = make()
         scheduler.finish(self.done(scheduler, 0, 8))
         again = add(scheduler, 1, 8, letter=0)
-        assert step(scheduler) == [(1, 4)]
-        assert again.cached_tokens == 4
+        assert step(scheduler) == [(1, 1)]
+        assert again.cached_tokens == 7
 
     def done(self, scheduler, order, length) -> Sequence:
         sequence = add(scheduler, order, length)
@@ -130,11 +130,120 @@ class TestPrefixes:
         step(scheduler)
         scheduler._make_room(second, 6)
         second.computed = 6
-        scheduler._register(second)
+        scheduler._reuse.register(second)
         step(scheduler)
         assert second.blocks[1] == first.blocks[1]
         assert second.computed == 8
         assert second.cached_tokens == 2
+
+
+class TestParts:
+    """Of blocks. Blocks hold 4 tokens."""
+
+    def copying(self, **limits) -> tuple[Scheduler, list[tuple[int, int]]]:
+        copied: list[tuple[int, int]] = []
+        return make(**limits, copy=lambda source, target: copied.append((source, target))), copied
+
+    def answered(self, scheduler, order, tokens, passes=1) -> list[int]:
+        """Tokens of a request that ran alone and ended."""
+        sequence = Sequence(order, [*tokens])
+        scheduler.add(sequence, 12)
+        for _ in range(passes):
+            step(scheduler)
+        scheduler.finish(sequence)
+        scheduler.check()
+        return sequence.tokens
+
+    def begun(self, scheduler, order, tokens) -> Sequence:
+        sequence = Sequence(order, [*tokens])
+        scheduler.add(sequence, 16)
+        step(scheduler)
+        return sequence
+
+    def test_a_tail_that_nobody_uses_is_taken_over(self) -> None:
+        scheduler, copied = self.copying()
+        said = self.answered(scheduler, 0, range(6), passes=4)  # 10 tokens, the last one is not computed
+        assert scheduler.pool.used == 0
+        turn = self.begun(scheduler, 1, [*said, 50, 51])
+        assert turn.cached_tokens == 9
+        assert not copied
+        scheduler.finish(turn)
+        again = self.begun(scheduler, 2, [*said, 50, 51])
+        assert again.cached_tokens == 11  # all but the last one; its block had become full
+
+    def test_a_tail_that_goes_on_differently_is_copied(self) -> None:
+        scheduler, copied = self.copying()
+        self.answered(scheduler, 0, [1, 2, 3, 4, 5, 6, 7])
+        other = self.begun(scheduler, 1, [1, 2, 3, 4, 5, 6, 8])
+        assert other.cached_tokens == 6
+        assert copied == [(copied[0][0], other.blocks[1])]
+        assert copied[0][0] != other.blocks[1]
+        third = self.begun(scheduler, 2, [1, 2, 3, 4, 5, 6, 7, 8])  # the source is still there
+        assert third.cached_tokens == 7
+
+    def test_the_middle_of_a_full_block(self) -> None:
+        scheduler, copied = self.copying()
+        self.answered(scheduler, 0, range(13))
+        edited = self.begun(scheduler, 1, [0, 1, 2, 3, 4, 5, 90, 91, 92])
+        assert edited.cached_tokens == 6
+        assert len(copied) == 1
+        assert self.begun(scheduler, 2, [70, 1, 2, 3, 4]).cached_tokens == 0
+        assert self.begun(scheduler, 3, [0]).cached_tokens == 0  # the last token is always computed
+
+    def test_a_running_request_serves_the_end_of_its_prompt(self) -> None:
+        scheduler, copied = self.copying()
+        first = self.begun(scheduler, 0, range(7))
+        step(scheduler)
+        second = self.begun(scheduler, 1, range(7))
+        assert second.cached_tokens == 6
+        assert copied == [(first.blocks[1], second.blocks[1])]
+
+    def test_part_of_a_block_that_others_have_computed_since(self) -> None:
+        scheduler, copied = self.copying(max_tokens=7)
+        first, second = (Sequence(order, [*range(7)]) for order in range(2))
+        scheduler.add(first, 30)
+        scheduler.add(second, 30)
+        while len(second.tokens) == 7:
+            step(scheduler)
+        assert second.cached_tokens == 6
+        assert copied == [(first.blocks[1], second.blocks[1])]
+
+    def test_a_preempted_request_goes_on_where_it_was(self) -> None:
+        scheduler, copied = self.copying(num_blocks=6)
+        first, second = self.begun(scheduler, 0, range(6)), self.begun(scheduler, 1, range(50, 56))
+        scheduler._preempt(second)
+        scheduler.check()
+        assert step(scheduler) == [(0, 1), (1, 1)]
+        assert second.cached_tokens == 0
+        assert not copied
+        assert first.computed == second.computed + 1
+
+    def test_without_a_block_for_a_copy_it_is_computed(self) -> None:
+        scheduler, copied = self.copying(num_blocks=3)
+        self.answered(scheduler, 0, range(9), passes=1)
+        sequence = Sequence(1, [0, 1, 2, 3, 4, 5, 70])
+        scheduler.add(sequence, 9)
+        held = scheduler.pool.allocate(1)  # 2 are left: what is shared, and the one that would be copied
+        assert held is not None
+        planned = scheduler.plan()
+        assert [len(item.chunk.token_ids) for item in planned] == [3]
+        assert not copied
+
+    def test_nothing_if_the_cache_is_not_made_of_blocks(self) -> None:
+        scheduler, copied = self.copying(max_sequences=1, reuse=False)
+        self.answered(scheduler, 0, range(7))
+        assert self.begun(scheduler, 1, range(7)).cached_tokens == 0
+        assert not copied
+
+    def test_what_a_request_had_before_it_was_preempted_is_not_counted(self) -> None:
+        scheduler, _ = self.copying(max_tokens=4)
+        self.answered(scheduler, 0, range(3))
+        sequence = self.begun(scheduler, 1, range(12))
+        assert sequence.cached_tokens == 3
+        scheduler._preempt(sequence)
+        while len(sequence.tokens) == 12:
+            step(scheduler)
+        assert sequence.cached_tokens == 3
 
 
 class TestPreemption:

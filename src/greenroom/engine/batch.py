@@ -46,5 +46,12 @@ class BatchRunner(Protocol):
             EngineError: the pass failed; what the chunks' new tokens left in the blocks is undefined.
         """
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Enqueues a copy of what the first KV block holds into the second, behind all passes so far.
+
+        Raises:
+            EngineError: the runner is closed, or its cache is not made of blocks.
+        """
+
     def close(self) -> None:
         """Frees graphs and KV memory. Idempotent. The model stays open."""

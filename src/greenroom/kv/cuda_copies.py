@@ -46,7 +46,7 @@ class KernelCopies(BlockCopies):
 
     def __init__(self, layout: BlockLayout, tensors: Sequence[torch.Tensor], parts: torch.Tensor) -> None:
         super().__init__(layout, tensors, parts)
-        self._table = _RunTable(layout, tensors, parts.data_ptr())
+        self._table = _image_table(layout, tensors, parts.data_ptr())
 
     def start(self, direction: Direction, blocks: np.ndarray, parts: np.ndarray) -> Any:
         """See ``BlockCopies``."""
@@ -65,7 +65,7 @@ class StagedCopies(BlockCopies):
             for direction in Direction
         }
         self._tables = {
-            direction: _RunTable(layout, tensors, staging.data_ptr()) for direction, staging in self._staging.items()
+            direction: _image_table(layout, tensors, staging.data_ptr()) for direction, staging in self._staging.items()
         }
 
     def start(self, direction: Direction, blocks: np.ndarray, parts: np.ndarray) -> Any:
@@ -92,43 +92,67 @@ class StagedCopies(BlockCopies):
         copy_batch(target, source, lengths * size, stream)
 
 
-class _RunTable:
-    """What the copy kernel needs to know of a layout and of the images' place."""
+class RunTable:
+    """What the copy kernel needs to know of the two places that a layout's runs have. The first is the tensors."""
 
-    def __init__(self, layout: BlockLayout, tensors: Sequence[torch.Tensor], images: int) -> None:
-        device = tensors[0].device
-        first = layout.device_addresses(tensors)
-        own = images + layout.image_offsets
-        pitches = np.full(len(layout.runs), layout.block_bytes, dtype=np.int64)
+    def __init__(
+        self,
+        layout: BlockLayout,
+        first: np.ndarray,
+        pitches: np.ndarray,
+        others: np.ndarray,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            first: int64 [runs], addresses of block 0's runs in the tensors.
+            pitches: int64 [runs], bytes from a run to the next block's in the other place.
+            others: int64 [runs], addresses of block 0's runs there.
+            device: the GPU that copies.
+        """
         # Addresses of tensors and mappings count as well: a slice may start anywhere.
-        addresses = np.concatenate([first, own])
+        addresses = np.concatenate([first, others])
         self._word = int(np.gcd.reduce(np.append(addresses, layout.word_bytes)))
-        table = np.stack([first, layout.pitches, own, pitches, layout.sizes])
-        self._device_runs, self._device_pitches, self._host_runs, self._host_pitches, self._sizes = torch.from_numpy(
-            table
-        ).to(device)
+        table = np.stack([first, layout.pitches, others, pitches, layout.sizes])
+        rows = torch.from_numpy(table).to(device)
+        self._tensors, self._others, self._sizes = (rows[0], rows[1]), (rows[2], rows[3]), rows[4]
         self._longest = int(layout.sizes.max())
 
     def copy(self, direction: Direction, blocks: np.ndarray, images: np.ndarray) -> torch.Tensor:
-        """Returns the numbers that the kernel reads. They were allocated on the current stream."""
+        """From the other place to the tensors (LOAD), or there (STORE), on the current stream.
+
+        Returns:
+            The numbers that the kernel reads. They were allocated on the current stream.
+        """
         device = self._sizes.device
         numbers = torch.from_numpy(np.stack([blocks, images]))
         if device.type == "cuda":
             numbers = numbers.pin_memory().to(device, non_blocking=True)
-        sides = [
-            (self._device_runs, self._device_pitches, numbers[0]),
-            (self._host_runs, self._host_pitches, numbers[1]),
-        ]
-        source, target = reversed(sides) if direction is Direction.LOAD else sides
+        if direction is Direction.LOAD:
+            self._launch(self._others, numbers[1], self._tensors, numbers[0], len(blocks))
+        else:
+            self._launch(self._tensors, numbers[0], self._others, numbers[1], len(blocks))
+        return numbers
+
+    def launch(self, sources: torch.Tensor, targets: torch.Tensor, count: int) -> None:
+        """Tensors' blocks to the other place. sources, targets: int64 on the device, the first ``count`` count."""
+        self._launch(self._tensors, sources, self._others, targets, count)
+
+    def _launch(
+        self,
+        source: tuple[torch.Tensor, torch.Tensor],
+        source_blocks: torch.Tensor,
+        target: tuple[torch.Tensor, torch.Tensor],
+        target_blocks: torch.Tensor,
+        count: int,
+    ) -> None:
         block_copy_kernel[(_PROGRAMS,)](
-            source[0],
-            source[1],
-            target[0],
-            target[1],
+            *source,
+            *target,
             self._sizes,
-            source[2],
-            target[2],
-            len(blocks),
+            source_blocks,
+            target_blocks,
+            count,
             len(self._sizes),
             self._longest,
             WORD_BYTES=self._word,
@@ -136,7 +160,13 @@ class _RunTable:
             BLOCK=_WORDS,
             num_warps=8,
         )
-        return numbers
+
+
+def _image_table(layout: BlockLayout, tensors: Sequence[torch.Tensor], images: int) -> RunTable:
+    """Between tensors and images that begin at an address."""
+    pitches = np.full(len(layout.runs), layout.block_bytes, dtype=np.int64)
+    first, own = layout.device_addresses(tensors), images + layout.image_offsets
+    return RunTable(layout, first, pitches, own, tensors[0].device)
 
 
 WAYS: dict[str, type[BlockCopies]] = {"batch": BatchCopies, "kernel": KernelCopies, "staged": StagedCopies}

@@ -61,7 +61,7 @@ class EngineLoop:
             max_tokens=step_tokens,
             reuse=runner.max_sequences > 1 if reuse is None else reuse,
         )
-        self.scheduler = Scheduler(limits, offload)
+        self.scheduler = Scheduler(limits, runner.copy_block, offload)
         self._tokenizer = tokenizer
         self._runner = runner
         self._vocabulary = vocabulary

@@ -1,14 +1,15 @@
 """Scheduler: which tokens of which requests the next pass computes, and in which KV blocks."""
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from greenroom.engine.batch import SequenceChunk
 from greenroom.errors import ConfigError
 from greenroom.kv.base import KVOffload
 from greenroom.kv.blocks import BlockPool
-from greenroom.kv.prefix import block_keys
 from greenroom.serving.budget import share_tokens
+from greenroom.serving.reuse import PrefixReuse
 from greenroom.serving.sequence import Sequence
 from greenroom.serving.transfers import BlockTransfers
 
@@ -50,7 +51,14 @@ class Scheduler:
         preemptions, loaded_tokens: counts.
     """
 
-    def __init__(self, limits: SchedulerLimits, offload: KVOffload | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, copy_block: Callable[[int, int], None], offload: KVOffload | None = None
+    ) -> None:
+        """
+        Args:
+            copy_block: enqueues a copy of one block into another one, behind all passes so far. Not called unless
+                blocks may be reused.
+        """
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.waiting: list[Sequence] = []
@@ -58,6 +66,7 @@ class Scheduler:
         self.preemptions = 0
         self.loaded_tokens = 0
         self._transfers = BlockTransfers(self.pool, offload if limits.reuse else None)
+        self._reuse = PrefixReuse(self.pool, self._transfers, limits.block_size, copy_block, limits.reuse)
 
     @property
     def loading(self) -> list[Sequence]:
@@ -86,7 +95,7 @@ class Scheduler:
         self._take_loaded()
         self._admit()
         for sequence in self.running:
-            self._adopt(sequence)
+            self._reuse.adopt(sequence)
         shares = share_tokens([sequence.pending for sequence in self.running], self.limits.max_tokens)
         planned = []
         for sequence, share in [*zip(self.running, shares, strict=True)]:
@@ -96,11 +105,13 @@ class Scheduler:
         return planned
 
     def passed(self, planned: list[Planned]) -> None:
-        """The pass went well: what it computed is there, and full blocks may serve others."""
+        """The pass went well: what it computed is there, and may serve others."""
         for item in planned:
-            item.sequence.computed += len(item.chunk.token_ids)
-            if self.limits.reuse:
-                self._register(item.sequence)
+            sequence = item.sequence
+            sequence.computed += len(item.chunk.token_ids)
+            self._reuse.register(sequence)
+            if sequence.computed == sequence.prompt_tokens:
+                self._reuse.register_tail(sequence)
 
     def append(self, sequence: Sequence, token: int) -> None:
         """A running sequence goes on with ``token``."""
@@ -132,6 +143,7 @@ class Scheduler:
                 references[block] = references.get(block, 0) + 1
             for block in sequence.blocks[sequence.computed // size :]:
                 assert self.pool.references(block) == 1, "a block that is written has one owner"
+            self._reuse.check_tail(sequence)
         for block in self._transfers.held():
             references[block] = references.get(block, 0) + 1
         for block in range(self.limits.num_blocks):
@@ -149,7 +161,7 @@ class Scheduler:
                 size = self.limits.block_size
                 sequence.computed = len(sequence.blocks) * size
                 self.loaded_tokens += sequence.computed - sequence.registered * size
-                self._register(sequence)
+                self._reuse.register(sequence)
             else:  # what was found on the device is good
                 lost = sequence.blocks[sequence.registered :]
                 del sequence.blocks[sequence.registered :]
@@ -160,7 +172,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) + len(self.loading) < self.limits.max_sequences:
             sequence = self.waiting[0]
-            found, keys = self._find(sequence)
+            found, keys = self._reuse.find(sequence)
             self.pool.acquire(found)
             if not self._has_room(sequence, len(found)):
                 self.pool.release(found)
@@ -171,36 +183,6 @@ class Scheduler:
             if not self._transfers.load(sequence, keys):
                 self._note_cached(sequence)
                 insort(self.running, sequence, key=_order)
-
-    def _find(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
-        """Blocks on the device that begin the sequence, and the keys behind them that host memory may have.
-
-        The last token is always computed again: its logits choose the next one.
-        """
-        if not self.limits.reuse:
-            return [], []
-        size = self.limits.block_size
-        sequence.keys = block_keys(sequence.tokens, size, sequence.keys)
-        keys = sequence.keys[: (len(sequence.tokens) - 1) // size]
-        found = self.pool.lookup(keys)
-        return found, keys[len(found) :]
-
-    def _adopt(self, sequence: Sequence) -> None:
-        """Takes blocks that others have computed since: requests with the same prompt compute it once."""
-        if not self.limits.reuse or sequence.pending == 1:
-            return
-        start = sequence.registered
-        found = self.pool.lookup(sequence.keys[start : (len(sequence.tokens) - 1) // self.limits.block_size])
-        if not found:
-            return
-        self.pool.acquire(found)
-        end = start + len(found)
-        self.pool.release(sequence.blocks[start:end])
-        sequence.blocks[start:end] = found
-        before, sequence.computed = sequence.computed, end * self.limits.block_size
-        sequence.registered = end
-        if sequence.cached_tokens is not None and len(sequence.tokens) == sequence.prompt_tokens:
-            sequence.cached_tokens += sequence.computed - before
 
     def _has_room(self, newcomer: Sequence, found: int) -> bool:
         """Whether the newcomer's tokens fit beside what was promised, with a block more for each of the others."""
@@ -231,27 +213,15 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
+        sequence.preempted = True
         insort(self.waiting, sequence, key=_order)
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
+        self._reuse.register_tail(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = sequence.registered = 0
-
-    def _register(self, sequence: Sequence) -> None:
-        """Names the blocks that have become full, and offers them to host memory."""
-        full = sequence.computed // self.limits.block_size
-        if full <= sequence.registered:
-            return
-        sequence.keys = block_keys(sequence.tokens, self.limits.block_size, sequence.keys)
-        for index in range(sequence.registered, full):
-            self.pool.register(sequence.blocks[index], sequence.keys[index])
-        offered = self._transfers.storable(sequence.registered, full)
-        self._transfers.store(
-            [sequence.keys[index] for index in offered], [sequence.blocks[index] for index in offered]
-        )
-        sequence.registered = full
 
     def _note_cached(self, sequence: Sequence) -> None:
         if sequence.cached_tokens is None:

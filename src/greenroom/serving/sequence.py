@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from greenroom.kv.prefix import BlockKey
+from greenroom.kv.prefix import START, BlockKey
 
 
 @dataclass(eq=False)
@@ -17,7 +17,9 @@ class Sequence:
         blocks: KV blocks, in order; the sequence has a reference to each.
         keys: names of the first full blocks of ``tokens``.
         registered: of ``blocks``, those at the front that have been registered or found under their keys.
-        cached_tokens: of the prompt, those found when it was first admitted; None before that.
+        cached_tokens: of the prompt, those that others had computed, up to its first preemption; None before it was
+            admitted.
+        preempted: it has given up its blocks; what it finds from then on may be its own.
     """
 
     order: int
@@ -28,9 +30,15 @@ class Sequence:
     keys: list[BlockKey] = field(default_factory=list)
     registered: int = 0
     cached_tokens: int | None = None
+    preempted: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
+
+    @property
+    def last_key(self) -> BlockKey:
+        """Of the last block that is registered."""
+        return self.keys[self.registered - 1] if self.registered else START
 
     @property
     def pending(self) -> int:

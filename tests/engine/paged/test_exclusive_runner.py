@@ -79,3 +79,8 @@ def test_closed(runner):
         runner.close()
     with pytest.raises(EngineError, match="the runner is closed"):
         runner.run([SequenceChunk([5], 0, [0])])
+
+
+def test_there_are_no_blocks_to_copy(runner):
+    with pytest.raises(EngineError, match="not made of blocks"):
+        runner.copy_block(0, 1)

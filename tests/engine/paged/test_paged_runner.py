@@ -248,3 +248,26 @@ def test_the_cpu_has_no_graphs(mixtral):
         assert runner.eager_because == "the model runs on the CPU, which has no graphs"
         runner.prepare()
         runner.close()
+
+
+# --- copies of blocks
+
+
+@torch.no_grad()
+def test_a_copied_block_serves_another_sequence(family):
+    """It agrees in its first tokens only; the rest is overwritten."""
+    _, stock, model = family
+    runner = make(model)
+    first = random_ids(1, 7, seed=3)[0].tolist()
+    other = [*first[:6], *random_ids(1, 3, seed=4)[0].tolist()]
+    runner.run([SequenceChunk(first, 0, [0, 1])])
+    runner.copy_block(1, 5)
+    row = runner.run([SequenceChunk(other[6:], 6, [0, 5, 7])])[0]
+    ids = torch.tensor([other], device=DEVICE)
+    torch.testing.assert_close(row.float(), stock(ids).logits[0, -1].float(), rtol=2e-4, atol=2e-4)
+    again = runner.run([SequenceChunk(first[6:], 6, [0, 1])])[0]
+    ids = torch.tensor([first], device=DEVICE)
+    torch.testing.assert_close(again.float(), stock(ids).logits[0, -1].float(), rtol=2e-4, atol=2e-4)
+    runner.close()
+    with pytest.raises(EngineError, match="closed"):
+        runner.copy_block(1, 5)

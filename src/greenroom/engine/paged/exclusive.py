@@ -63,6 +63,10 @@ class ExclusiveRunner:
         self._cache, self._length = cache, chunk.start + len(chunk.token_ids)
         return logits
 
+    def copy_block(self, source: int, target: int) -> None:
+        """See ``BatchRunner``."""
+        raise EngineError("the model's cache is not made of blocks, so none can be copied")
+
     def close(self) -> None:
         """See ``BatchRunner``."""
         self._cache = self._model = None

@@ -15,6 +15,7 @@ from greenroom.engine.paged.cache import PagedCache
 from greenroom.engine.paged.packing import Limits, Packing, pack
 from greenroom.engine.paged.probe import Kept, PagedModel
 from greenroom.errors import EngineError
+from greenroom.kv.device_copies import BlockCopy, block_copy
 
 if TYPE_CHECKING:
     from greenroom.engine.paged.decode import DecodeBuckets
@@ -61,6 +62,7 @@ class PagedRunner:
         self._cache: PagedCache | None = PagedCache(
             kept.shapes, limits.num_blocks, limits.block_size, self._device, kept.kept is Kept.LATENT
         )
+        self._copy_block: BlockCopy | None = block_copy(self.kv_tensors)
         self._decode: DecodeBuckets | None = None
         self.eager_because = self._why_eager(kept)
         if decode_path if decode_path is not None else self.eager_because is None:
@@ -88,12 +90,13 @@ class PagedRunner:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Captures every graph now, instead of when it is first needed: seconds in all.
+        """Captures every graph now, and compiles what else is, instead of when it is first needed: seconds in all.
 
         Raises:
             EngineError: the runner is closed, or a pass failed.
         """
-        self._open_cache()
+        scratch = self._open_cache().scratch
+        self.copy_block(scratch, scratch)
         if self._decode is not None:
             self._decode.prepare()
 
@@ -122,11 +125,18 @@ class PagedRunner:
         if self._decode is not None:
             self._decode.hostless.flush()
 
+    @torch.no_grad()
+    def copy_block(self, source: int, target: int) -> None:
+        """See ``BatchRunner``."""
+        self._open_cache()
+        assert self._copy_block is not None
+        self._copy_block(source, target)
+
     def close(self) -> None:
         """See ``BatchRunner``."""
         if self._decode is not None:
             self._decode.close()
-        self._cache = self._decode = None
+        self._cache = self._decode = self._copy_block = None
 
     def _open_cache(self) -> PagedCache:
         if self._cache is None:
