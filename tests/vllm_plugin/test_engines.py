@@ -112,6 +112,36 @@ def test_made_up_weights(tiny_model):
         assert len(greedy(llm, tokens=4)) == 5
 
 
+def test_names_of_offloaded_experts_are_known_to_a_loader_that_tracks_them(tiny_model, monkeypatch):
+    """vLLM 0.26 leaves it to a module's own names which experts need not be reported as loaded."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    track = DefaultModelLoader.track_weights_loading
+
+    def forgetful(self, model, loaded_weights, *args, **kwargs):
+        track(self, model, {name for name in loaded_weights if ".experts." not in name}, *args, **kwargs)
+
+    monkeypatch.setattr(DefaultModelLoader, "track_weights_loading", forgetful)
+    with engine(tiny_model("qwen3_moe", torch.float32), **offload(4)) as llm:
+        assert len(greedy(llm, tokens=4)) == 5
+
+
+def test_a_worker_that_cannot_load_keeps_nothing(tiny_model, monkeypatch):
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from greenroom.vllm_plugin.rank import RankExperts
+
+    closed = []
+    close = RankExperts.close
+    monkeypatch.setattr(RankExperts, "close", lambda self: (closed.append(len(self._stores)), close(self)))
+    monkeypatch.setattr(
+        DefaultModelLoader, "track_weights_loading", lambda *_, **__: (_ for _ in ()).throw(ValueError("torn file"))
+    )
+    with pytest.raises(ValueError, match="torn file"), engine(tiny_model("qwen3_moe", torch.float32), **offload(4)):
+        pass
+    assert closed == [3], "three layers had memory"
+
+
 @pytest.mark.parametrize(
     "ways",
     [

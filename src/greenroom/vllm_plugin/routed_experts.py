@@ -47,13 +47,16 @@ class OffloadingLayer(RoutedExperts):
         return make_method(super()._get_quant_method(prefix, quant_config, moe_config), rank, self)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """None while experts are offloaded: vLLM would bring each to the GPU to post-process it.
+        """While experts are offloaded, empty stand-ins on the GPU under the names of the real ones.
 
+        vLLM would bring the real ones to the GPU to post-process them, and wants their names to see what was loaded.
         Those who load weights ask the whole model, which does not come through here.
         """
-        if isinstance(self.quant_method, OffloadedMethod):
-            return iter(())
-        return super().named_parameters(*args, **kwargs)
+        own = super().named_parameters(*args, **kwargs)
+        if not isinstance(self.quant_method, OffloadedMethod):
+            return own
+        stand_in = torch.nn.Parameter(torch.empty(0, device=self.quant_method.device), requires_grad=False)
+        return ((name, stand_in) for name, _ in own)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Leaves out experts that are to be made up: vLLM would draw each number on one core."""
@@ -130,6 +133,7 @@ class OffloadedMethod(FusedMoEMethodBase):
         self._layer_format: LayerFormat | None = None
         self._views: ExpertViews | None = None
         self.dummy = rank.dummy
+        self.device = rank.device
         self.index = -1
 
     def create_weights(

@@ -39,9 +39,14 @@ class OffloadMixin:
             self._share(),
             dummy=self.vllm_config.load_config.load_format == "dummy",
         )
-        with self.experts.building():
-            super().load_model(**kwargs)  # type: ignore[misc]
-        self._make_ready(self.experts)
+        try:
+            with self.experts.building():
+                super().load_model(**kwargs)  # type: ignore[misc]
+            self._make_ready(self.experts)
+        except BaseException:
+            # Nobody shuts down a worker that has not come up, and what is page-locked stays so until it is unlocked.
+            self.experts.close()
+            raise
         assert self.steps is not None
         self.counter_file = CounterFile(self.vllm_config.instance_id, self.rank, len(self.steps.manager.layers))
 
