@@ -10,8 +10,8 @@ import torch
 import greenroom
 from greenroom.bench.shapes import shape_config
 from greenroom.config import OffloadConfig
-from greenroom.engine.demand import Demand, working_memory
-from greenroom.engine.model_shape import ModelShape, probe_shape
+from greenroom.engine.demand import BUCKETS, Demand, working_memory
+from greenroom.engine.model_shape import KvLayer, ModelShape, probe_shape
 from greenroom.engine.offload import offload_of, weights_config
 from greenroom.engine.plan import Machine, plan_model
 from greenroom.engine.skeleton import read_config
@@ -115,8 +115,8 @@ def test_memory_by_hand(q30):
     assert device["expert_cache"] == 12 * 10 * EXPERT
     assert device["miss_buffers"] == 3 * 16 * EXPERT
     assert device["kv_cache"] == 3 * 1000 * 12 * 2048
-    # Steps of 4 sequences: 32 experts fetched, their activations, 32 partial sums of 2048 floats.
-    assert device["decode_buffers"] == 32 * EXPERT + 32 * 4 * 768 * 2 + 32 * 2048 * 4
+    # Steps of 4 sequences: 32 experts fetched, their activations, 32 partial sums of 2048 floats, logits.
+    assert device["decode_buffers"] == 32 * EXPERT + 32 * 4 * 768 * 2 + 32 * 2048 * 4 + 3 * 4 * 151936 * 2
     assert result.host_parts == {"experts": 12 * 128 * EXPERT, "offloaded_weights": 0}
     assert result.problem is None
 
@@ -194,6 +194,12 @@ def test_a_loaded_model_reports_what_was_planned(device, knobs):
         assert stats.cache_expert_num == max(planned.memory.num_slots)
         assert stats.host_bytes == pytest.approx(planned.host_parts["experts"], rel=0.05)
         assert stats.weights_host_bytes == planned.host_parts["offloaded_weights"]
+        memory = offload_of(model).memory(model)
+        assert memory.host == pytest.approx(memory.host_planned, rel=0.05)
+        if device == "cuda":
+            assert memory.device_planned == sum(planned.device_parts.values())
+            assert memory.device is not None
+            assert memory.device <= memory.device_planned
         resident = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(model)}
         assert sum(resident.values()) == pytest.approx(planned.memory.other_bytes, rel=0.05)
         if device == "cuda":
@@ -203,6 +209,25 @@ def test_a_loaded_model_reports_what_was_planned(device, knobs):
             assert 0.95 * expected <= used <= 1.05 * expected + 200_000
     finally:
         greenroom.close(model)
+
+
+def test_memory_of_a_server(q30):
+    """KV cache in whole blocks and one for padding; decode steps take any pass of few tokens."""
+    serving = working_memory(q30, Demand(1000, 3, serving=True), on_gpu=True)
+    assert serving.kv_bytes == (3 * 63 + 1) * 16 * 12 * 2048
+    many = working_memory(q30, Demand(1000, BUCKETS[-1]), on_gpu=True)
+    assert serving.decode_bytes == many.decode_bytes
+    assert working_memory(q30, Demand(1000, 3, 3, serving=True), on_gpu=True).decode_bytes < serving.decode_bytes
+
+
+def test_memory_of_a_server_whose_layers_differ(q30):
+    """Every layer has all blocks, whether it looks back further than its window or not. States are one sequence's."""
+    window, state = KvLayer(2048, 128, 0), KvLayer(0, None, 1 << 20)
+    half = dataclasses.replace(q30, kv=q30.kv[:6] + (window,) * 6)
+    assert working_memory(half, Demand(1600, 2), True).kv_bytes == 2 * 2048 * 6 * (1600 + 128)
+    assert working_memory(half, Demand(1600, 2, serving=True), True).kv_bytes == (2 * 100 + 1) * 16 * 12 * 2048
+    alone = dataclasses.replace(q30, kv=(*q30.kv[:11], state))
+    assert working_memory(alone, Demand(1600, 2, serving=True), True).kv_bytes == 11 * 2048 * 1600 + (1 << 20)
 
 
 def tensors_of(model):

@@ -82,7 +82,7 @@ def plan(
         shape = probe_shape(hf_config, resolve_dtype("auto", hf_config))
         if context is None:
             context = min(DEFAULT_CONTEXT, shape.max_context or DEFAULT_CONTEXT)
-        demand = Demand(context, concurrency)
+        demand = Demand(context, concurrency, serving=True)
         machine = _machine(device, vram_bytes, ram_bytes)
         given = {"cpu_gb_s": cpu_bandwidth, "pcie_gb_s": pcie_bandwidth, "dense_gb_s": gpu_bandwidth}
         rates = _rates(machine.device_bytes is not None, given, context_num_threads, measure)

@@ -11,6 +11,7 @@ from greenroom.config import OffloadConfig, parse_size
 from greenroom.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from greenroom.engine.held_memory import HeldMemory
     from greenroom.experts.counters import OffloadStats
     from greenroom.serving.engine import ServingEngine
 
@@ -130,7 +131,7 @@ def serve(
         listener = stack.enter_context(run.listen(host, port))
         context = max_context or DEFAULT_CONTEXT
         sequences = max_sequences if kv_bytes is None else _sequences_in(model, dtype, kv_bytes, context)
-        demand = Demand(context, sequences, max_step_tokens)
+        demand = Demand(context, sequences, max_step_tokens, serving=True)
         loaded, tokenizer = greenroom.load(model, config=config, demand=demand, dtype=dtype)
         stack.callback(greenroom.close, loaded)
         sampling = opening.sampling_defaults(loaded) if sampling_defaults == "model" else SamplingParams()
@@ -157,7 +158,8 @@ def serve(
         stack.callback(service.close)
 
         def ready(url: str) -> None:
-            _print_active(name, url, greenroom.stats(loaded), engine, max_sequences, kv_offload)
+            memory = offload_of(loaded).memory(loaded)
+            _print_active(name, url, greenroom.stats(loaded), memory, engine, max_sequences, kv_offload)
 
         def drain(requests: int) -> None:
             output.error_console().print(
@@ -206,7 +208,13 @@ def _sequences_in(model: str, dtype: str, kv_bytes: int, context: int) -> int:
 
 
 def _print_active(
-    name: str, url: str, stats: "OffloadStats", engine: "ServingEngine", max_sequences: int, kv_offload: str | None
+    name: str,
+    url: str,
+    stats: "OffloadStats",
+    memory: "HeldMemory",
+    engine: "ServingEngine",
+    max_sequences: int,
+    kv_offload: str | None,
 ) -> None:
     """What is active, on stderr."""
     from rich.table import Table
@@ -214,7 +222,7 @@ def _print_active(
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column()
-    rows = active_rows(name, url, stats, engine.stats().kv_blocks, engine.context_length, max_sequences)
+    rows = active_rows(name, url, stats, memory, engine.stats().kv_blocks, engine.context_length, max_sequences)
     if kv_offload is not None:
         rows.insert(-1, ("KV offload", f"{output.format_size(parse_size(kv_offload))} of host memory"))
     for row in rows:
@@ -223,7 +231,13 @@ def _print_active(
 
 
 def active_rows(
-    name: str, url: str, stats: "OffloadStats", kv_blocks: int, context: int, max_sequences: int
+    name: str,
+    url: str,
+    stats: "OffloadStats",
+    memory: "HeldMemory",
+    kv_blocks: int,
+    context: int,
+    max_sequences: int,
 ) -> list[tuple[str, str]]:
     """Names and values of what is active."""
     locked = "page-locked" if stats.page_locked else "not page-locked"
@@ -235,6 +249,7 @@ def active_rows(
             f"{output.format_size(stats.host_bytes)} on the host, {locked}; "
             f"{output.format_size(stats.device_bytes)} of slots and buffers",
         ),
+        *_memory_rows(memory),
         ("CPU engine", f"{stats.isa}, {stats.threads} thread{'' if stats.threads == 1 else 's'}"),
         ("KV cache", f"{kv_blocks} blocks of {_BLOCK} tokens"),
     ]
@@ -243,3 +258,12 @@ def active_rows(
             ("other weights", f"{stats.weights_offload}, {output.format_size(stats.weights_host_bytes)} on the host")
         )
     return [*rows, ("serving", f"{url}/v1")]
+
+
+def _memory_rows(memory: "HeldMemory") -> list[tuple[str, str]]:
+    """What is held now, beside what was planned."""
+    rows = [("host memory", f"{output.format_size(memory.host)}, {output.format_size(memory.host_planned)} planned")]
+    if memory.device is not None and memory.device_planned is not None:
+        held, planned = output.format_size(memory.device), output.format_size(memory.device_planned)
+        rows.insert(0, ("GPU memory", f"{held}, {planned} planned"))
+    return rows

@@ -15,6 +15,11 @@ _FIXED_BYTES = 256 << 20
 _ROW_BUFFERS = 8
 """Rows of the model's width a token that are alive at once beside the experts', generously."""
 
+_LOGITS = 3
+"""Of a decode step's largest batch: those that it leaves behind, the graph's own, and a copy while it is captured."""
+
+KV_BLOCK = 16
+"""Tokens a block of ``serve``'s KV cache."""
 
 DEFAULT_CONTEXT = 4096
 """Tokens, where nobody says how long sequences will be and the model takes as many."""
@@ -27,11 +32,14 @@ class Demand:
         context: tokens of each sequence, prompt and answer.
         concurrency: sequences at once.
         prefill_tokens: of prompts that one pass takes. None: all of a sequence, but at most 2,048.
+        serving: sequences come and go, as in ``serve``: their KV cache is made of blocks, and any pass of few tokens
+            is a decode step.
     """
 
     context: int = DEFAULT_CONTEXT
     concurrency: int = 1
     prefill_tokens: int | None = None
+    serving: bool = False
 
     def __post_init__(self) -> None:
         for name in ("context", "concurrency", "prefill_tokens"):
@@ -46,16 +54,17 @@ class Demand:
 
     @property
     def bucket(self) -> int:
-        """Sequences of the decode steps that it takes; more than the largest are taken in turns."""
-        return next((size for size in BUCKETS if size >= self.concurrency), BUCKETS[-1])
+        """Rows of the largest decode step; more sequences than that are taken in turns."""
+        rows = self.pass_tokens if self.serving else self.concurrency
+        return next((size for size in BUCKETS if size >= rows), BUCKETS[-1])
 
 
 @dataclass(frozen=True)
 class WorkingMemory:
     """Bytes beside weights and expert cache.
 
-    kv_bytes: of all sequences' KV cache. activation_bytes: of the largest pass, an estimate. decode_bytes: buffers of
-    decode steps on a GPU. fixed_bytes: what a GPU's libraries take.
+    kv_bytes: of all sequences' KV cache. activation_bytes: of the largest pass, an estimate. decode_bytes: buffers and
+    graphs of decode steps on a GPU. fixed_bytes: what a GPU's libraries take.
     """
 
     kv_bytes: int
@@ -79,11 +88,21 @@ def working_memory(shape: ModelShape, demand: Demand, on_gpu: bool) -> WorkingMe
             f"the model's context is {shape.max_context} tokens, not {demand.context}; give a smaller context"
         )
     return WorkingMemory(
-        demand.concurrency * shape.kv_bytes(demand.context),
+        _kv_bytes(shape, demand),
         _activation_bytes(shape, demand),
         _decode_bytes(shape, demand.bucket) if on_gpu else 0,
         _FIXED_BYTES if on_gpu else 0,
     )
+
+
+def _kv_bytes(shape: ModelShape, demand: Demand) -> int:
+    if not demand.serving:
+        return demand.concurrency * shape.kv_bytes(demand.context)
+    if any(layer.state_bytes for layer in shape.kv):
+        return shape.kv_bytes(demand.context)  # not made of blocks: one sequence at a time
+    # All layers have the same blocks, those with a window too; one more is for padding.
+    blocks = demand.concurrency * -(-demand.context // KV_BLOCK) + 1
+    return blocks * KV_BLOCK * sum(layer.token_bytes for layer in shape.kv)
 
 
 def _activation_bytes(shape: ModelShape, demand: Demand) -> int:
@@ -98,11 +117,12 @@ def _activation_bytes(shape: ModelShape, demand: Demand) -> int:
 
 
 def _decode_bytes(shape: ModelShape, rows: int) -> int:
-    """Of ``DecodePath``: fetch buffer, activations and partial sums."""
+    """Of ``DecodePath``: fetch buffer, activations and partial sums. And logits, by far the largest of the rest."""
     layers = shape.spec.layers
     pairs = rows * max(shape.top_k)
     entries = min(max(layer.num_experts for layer in layers), pairs)
     largest = max(layer.format.block_bytes for layer in layers)
     inter, hidden = max(layer.format.inter for layer in layers), max(layer.format.hidden for layer in layers)
     fetch = count_fetch_slots(largest, entries) * largest
-    return fetch + entries * rows * inter * shape.spec.dtype.itemsize + pairs * hidden * 4
+    item = shape.spec.dtype.itemsize
+    return fetch + entries * rows * inter * item + pairs * hidden * 4 + _LOGITS * rows * shape.vocabulary * item

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from greenroom import hardware
 from greenroom.config import OffloadConfig
 from greenroom.engine.attach import attach_manager, detach
 from greenroom.engine.cache_argument import why_no_plain_cache
+from greenroom.engine.held_memory import DeviceMemory, HeldMemory
 from greenroom.engine.spec import ModelSpec
 from greenroom.errors import ConfigError
 from greenroom.experts.counters import OffloadStats
@@ -33,16 +34,23 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_greenroom"
 
+_UNPLANNED_BYTES = 128 << 20
+"""That a model may hold beside what was planned: workspaces of libraries, maps, what torch rounds up."""
+
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, checked before anything is allocated. ``check`` makes one."""
+    """What was asked for, checked before anything is allocated. ``check`` makes one.
+
+    before: the device's memory then; None without a GPU.
+    """
 
     config: OffloadConfig
     policy: Policy
     isa: Isa
     device: torch.device
     weights: WeightOffloadConfig
+    before: DeviceMemory | None
 
     @classmethod
     def check(cls, config: OffloadConfig) -> "Request":
@@ -52,7 +60,8 @@ class Request:
                 that contradict each other.
         """
         policy = make_policy(config.policy, config.profile)
-        return cls(config, policy, Isa.parse(config.isa), choose_device(config.device), weights_config(config))
+        isa, device, weights = Isa.parse(config.isa), choose_device(config.device), weights_config(config)
+        return cls(config, policy, isa, device, weights, DeviceMemory.read(device))
 
     def plan(self, spec: ModelSpec, reserved_bytes: int = 0) -> MemoryPlan:
         """
@@ -63,14 +72,13 @@ class Request:
             ConfigError: the weights to offload cannot be chosen so.
             MemoryLimitError: it does not fit.
         """
-        on_gpu = self.device.type == "cuda"
         selection = self.select(spec)
         return plan_memory(
             self.config,
             [layer.format for layer in spec.layers],
             [layer.num_experts for layer in spec.layers],
             spec.other_bytes - selection.weight_bytes + selection.device_bytes,
-            device_free=torch.cuda.mem_get_info(self.device)[0] if on_gpu else None,
+            device_free=None if self.before is None else self.before.free,
             host_free=hardware.available_host_bytes(),
             offloaded_bytes=selection.host_bytes,
             reserved_bytes=reserved_bytes,
@@ -118,7 +126,10 @@ class Companion(Protocol):
 
 @dataclass(frozen=True)
 class Offload:
-    """Everything behind one model. ``companions`` are closed with it, before it."""
+    """Everything behind one model.
+
+    before: the device's memory when loading began; None without a GPU. companions: closed with it, before it.
+    """
 
     spec: ModelSpec
     config: OffloadConfig
@@ -128,6 +139,7 @@ class Offload:
     device: torch.device
     load_seconds: float
     weights: WeightOffloader
+    before: DeviceMemory | None
     companions: list[Companion] = field(default_factory=list)
 
     def stats(self) -> OffloadStats:
@@ -149,6 +161,17 @@ class Offload:
             weights_host_bytes=self.weights.selection.host_bytes,
             weights_device_bytes=self.weights.selection.device_bytes,
         )
+
+    def memory(self, model: PreTrainedModel) -> HeldMemory:
+        """What ``model``, whose offload this is, holds with all that has been opened on it."""
+        plan, now = self.plan, DeviceMemory.read(self.device)
+        host = self.manager.store.nbytes + self.weights.selection.host_bytes
+        if self.before is None or now is None:
+            own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors_of(model)}
+            host += sum(own.values()) + self.manager.tier.device_bytes
+            # What is kept for KV cache and activations is filled as requests come.
+            return HeldMemory(None, None, host, plan.host_bytes - plan.reserved_bytes)
+        return HeldMemory(self.before.free - now.free, plan.device_bytes + plan.reserved_bytes, host, plan.host_bytes)
 
     def close(self) -> None:
         """Frees memory, then ends the threads. Idempotent."""
@@ -209,7 +232,8 @@ def offload_experts(
             use_decode_attention(model)
     weights = weights or NoWeightOffload()
     weights.attach(model, model.get_submodule(spec.decoder))  # behind whatever tries modules out by themselves
-    offload = Offload(spec, config, plan, engine, manager, device, time.perf_counter() - started, weights)
+    seconds = time.perf_counter() - started
+    offload = Offload(spec, config, plan, engine, manager, device, seconds, weights, request.before)
     setattr(model, _ATTRIBUTE, offload)
     _compare_with_plan(offload)
     return offload
@@ -285,8 +309,14 @@ def _make_manager(request: Request, plan: MemoryPlan, store: HostStore, engine: 
 
 def _compare_with_plan(offload: Offload) -> None:
     """Says so where memory differs from what was computed before loading."""
-    if offload.device.type != "cuda":
+    if offload.before is None:
         return
-    used, planned = torch.cuda.memory_allocated(offload.device), offload.plan.device_bytes
-    if abs(used - planned) > 0.05 * planned:
+    used = torch.cuda.memory_allocated(offload.device) - offload.before.allocated
+    planned = offload.plan.device_bytes
+    if abs(used - planned) > max(0.05 * planned, _UNPLANNED_BYTES):
         logger.warning("the model holds %.2f GiB of device memory, %.2f were planned", used / 2**30, planned / 2**30)
+
+
+def _tensors_of(model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

@@ -69,7 +69,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes of offloaded weights that cross PCIe in a pass: ``beside`` experts, and ``alone``, while nothing else runs."""
+    """Bytes of offloaded weights that cross PCIe in a pass, ``beside`` experts or ``alone`` while nothing else runs."""
 
     beside: float = 0.0
     alone: float = 0.0
