@@ -1,6 +1,8 @@
-"""One token a sequence through the path without the host: graphs on a GPU, else Triton's interpreter."""
+"""Passes of few tokens through the path without the host: graphs on a GPU, else Triton's interpreter."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from greenroom.errors import EngineError
 from greenroom.experts.mailbox import Mailboxes
 from tests.engine.offloaded import offloaded, saved_family
 from tests.engine.paged.driver import Growing, Traffic
+from tests.reference.families import FAMILIES
 
 pytest.importorskip("triton")
 
@@ -43,23 +46,45 @@ def family(request) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
         yield stock.to(DEVICE), model
 
 
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in ("qwen3_next", "nemotron_h")])
+def every_family(request) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
+    with saved_family(request.param) as (stock, folder), offloaded(folder, cache_expert_num=3, device=DEVICE) as model:
+        yield stock.to(DEVICE), model
+
+
 @pytest.fixture(scope="module")
 def mixtral() -> Iterator[tuple[PreTrainedModel, Path]]:
     with saved_family("mixtral") as (stock, folder):
         yield stock.to(DEVICE), folder
 
 
-def make(model: PreTrainedModel, **options) -> PagedRunner:
+def make(model: PreTrainedModel, limits: Limits = LIMITS, **options) -> PagedRunner:
     kept = probe(model)
     assert isinstance(kept, PagedModel)
-    return PagedRunner(model, kept, LIMITS, decode_path=True, **options)
+    return PagedRunner(model, kept, limits, decode_path=True, **options)
+
+
+def never_layer_by_layer(runner: PagedRunner) -> None:
+    def refused(*_args):
+        raise AssertionError("a pass went layer by layer")
+
+    runner._run_layer_by_layer = refused
+
+
+@contextmanager
+def layer_by_layer(runner: PagedRunner) -> Iterator[None]:
+    """Inside, no pass is short enough for rows."""
+    rows, runner._decode.max_rows = runner._decode.max_rows, 0
+    yield
+    runner._decode.max_rows = rows
 
 
 def begin(traffic: Traffic, rows: int, prompt: int = 9) -> list[Growing]:
-    """``rows`` sequences of different lengths whose prompts have been run."""
+    """``rows`` sequences of different lengths whose prompts have been run, layer by layer."""
     sequences = [traffic.begin(prompt + row % 5 + 14) for row in range(rows)]
-    for first in range(0, rows, 8):
-        traffic.run([(sequences[row], prompt + row % 5) for row in range(first, min(first + 8, rows))])
+    with layer_by_layer(traffic.runner):
+        for first in range(0, rows, 8):
+            traffic.run([(sequences[row], prompt + row % 5) for row in range(first, min(first + 8, rows))])
     return sequences
 
 
@@ -70,7 +95,9 @@ def test_rows_come_and_go_between_steps(family):
     first, second, third = begin(traffic, 3)
     traffic.run([(first, 1), (second, 1), (third, 1)])
     traffic.run([(third, 1), (first, 1)])  # another bucket, another order
-    traffic.run([(second, 4), (first, 1), (third, 1)])  # layer by layer, in between
+    traffic.run([(second, 4), (first, 1), (third, 1)])  # several rows of one sequence
+    with layer_by_layer(runner):
+        traffic.run([(second, 1), (first, 1), (third, 2)])
     traffic.end(first)
     traffic.run([(second, 1), (third, 1)])
     runner.flush()
@@ -84,6 +111,47 @@ def test_a_first_token_may_be_decoded(mixtral):
         traffic = Traffic(make(model), stock, seed=2)
         traffic.run([(traffic.begin(5), 1)])
         traffic.runner.close()
+
+
+def test_short_chunks_are_rows_of_a_pass(every_family):
+    stock, model = every_family
+    runner = make(model)
+    traffic = Traffic(runner, stock, seed=11)
+    first, second, third = traffic.begin(22), traffic.begin(40), traffic.begin(9)
+    with layer_by_layer(runner):
+        traffic.run([(first, 11)])
+    never_layer_by_layer(runner)
+    traffic.run([(second, 3), (first, 3), (third, 1)])  # from position 0; from within a block, over its end
+    traffic.run([(third, 1), (second, 2)])
+    runner.flush()
+    offload_of(model).manager.check_invariants()
+    runner.close()
+
+
+def test_a_pass_of_as_many_rows_as_there_are(mixtral):
+    stock, folder = mixtral
+    with offloaded(folder, cache_expert_num=3, device=DEVICE) as model:
+        runner = make(model)
+        traffic = Traffic(runner, stock, seed=12)
+        sequence, ran = traffic.begin(40), runner._run_layer_by_layer
+        never_layer_by_layer(runner)
+        traffic.run([(sequence, 32)])
+        eager = []
+        runner._run_layer_by_layer = lambda *args: (eager.append(1), ran(*args))[1]
+        traffic.run([(traffic.begin(33), 33)])
+        assert eager == [1]
+        runner.close()
+
+
+@pytest.mark.parametrize(("max_sequences", "max_tokens", "rows"), [(4, 256, 32), (1, 20, 20), (1, 1, 1)])
+def test_rows_are_there_for_more_tokens_than_sequences(mixtral, max_sequences, max_tokens, rows):
+    _, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner = make(model, limits=replace(LIMITS, max_sequences=max_sequences, max_tokens=max_tokens))
+        never_layer_by_layer(runner)
+        assert runner._decode.max_rows == rows
+        runner.run([SequenceChunk([5] * rows, 0, range(8))])
+        runner.close()
 
 
 def test_padding_is_routed_nowhere_and_counts_follow(mixtral):
@@ -118,7 +186,8 @@ def test_a_pass_layer_by_layer_counts_the_step_before(mixtral):
             own = getattr(manager, name)
             setattr(manager, name, lambda *a, own=own, name=name: (learnt.append(name), own(*a))[1])
         traffic.run([(sequence, 1)])
-        traffic.run([(sequence, 3)])
+        with layer_by_layer(runner):
+            traffic.run([(sequence, 3)])
         assert learnt == ["begin_step", "learn", "begin_step"]
         runner.close()
 

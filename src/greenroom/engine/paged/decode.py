@@ -1,4 +1,7 @@
-"""DecodeBuckets: passes of one token a sequence, each one CUDA graph with all its layers and its experts in it.
+"""DecodeBuckets: passes of few tokens, each one CUDA graph with all its layers and its experts in it.
+
+Every token is a row of its own, whether a sequence has one or several of them: within a layer all rows write their
+keys and values before any of them attends, and each sees as many tokens of its blocks as its length says.
 
 A graph is made for each bucket, when it is first needed or ahead of time. All share one path for the experts, one
 pool of memory, and one buffer of inputs, which a pass fills by a single copy from its page-locked twin.
@@ -36,14 +39,14 @@ class DecodeBuckets:
     """One thread at a time.
 
     Attributes:
-        max_rows: sequences that a pass takes at most.
+        max_rows: tokens that a pass takes at most.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: PagedCache,
-        max_sequences: int,
+        max_tokens: int,
         max_context: int,
         *,
         graph: bool,
@@ -52,11 +55,12 @@ class DecodeBuckets:
         """
         Args:
             model: offloaded; it has run before. What it caches is what it attends to.
+            max_tokens: that a pass may ever have; the largest bucket holds so many, as far as there is one.
             max_context: tokens of one sequence at most.
             graph: capture passes.
             watchdog_s: see ``HostlessSteps``.
         """
-        self.max_rows = min(max_sequences, BUCKETS[-1])
+        self.max_rows = min(max_tokens, BUCKETS[-1])
         self._model = model
         self._cache = cache
         self._cache_name = cache_argument(model)
@@ -76,10 +80,6 @@ class DecodeBuckets:
         """The experts' side."""
         return self._hostless
 
-    def takes(self, packing: Packing) -> bool:
-        """Whether ``run`` may be called for it."""
-        return packing.is_decode and packing.singles <= self.max_rows
-
     def prepare(self) -> None:
         """Makes every bucket ready, so that no later pass waits for a capture.
 
@@ -93,8 +93,11 @@ class DecodeBuckets:
 
     def run(self, packing: Packing) -> torch.Tensor:
         """
+        Args:
+            packing: by ``pack_rows``, of at most ``max_rows`` tokens.
+
         Returns:
-            [sequences, vocabulary] on the device, until the next pass.
+            [chunks, vocabulary] on the device, until the next pass.
 
         Raises:
             EngineError: see ``HostlessSteps.run``.
@@ -105,7 +108,9 @@ class DecodeBuckets:
         work = self._forward(bucket) if bucket.graph is None else bucket.graph.replay
         self._hostless.run(work, packing.singles)
         assert self._logits is not None
-        return self._logits[: packing.singles]
+        if packing.is_decode:
+            return self._logits[: packing.singles]
+        return self._logits[torch.from_numpy(packing.last).to(self._logits.device)]
 
     def close(self) -> None:
         """Frees the graphs and what the experts need. Idempotent."""

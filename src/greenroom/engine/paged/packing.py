@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -36,13 +37,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Packing:
-    """One forward pass. The chunks of a single token come first, then the others, each in the order given.
+    """One forward pass. Tokens that attend each on its own come first, then chunks of several, in the order given.
 
     ids, positions, slots: int64 [T]; a slot is ``block * block_size + place``.
     last: int64 [chunks], where each chunk's last token is, in the order given.
-    singles: chunks of one token.
+    singles: tokens that attend each on its own.
     lengths: int64 [singles], tokens that each one sees, itself included.
-    tables: int64 [singles, W], the blocks of each, its last one repeated.
+    tables: int64 [singles, W], the blocks of each one's chunk, the last one repeated.
     gather: int64 [S], slots of the keys of every chunk of several tokens, one chunk after another.
     spans: of those chunks.
     """
@@ -59,12 +60,41 @@ class Packing:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every chunk is one token."""
-        return not self.spans
+        """Whether every chunk is one token, so that no token sees another one of the pass."""
+        return len(self.last) == len(self.ids)
+
+
+def pack_rows(chunks: Sequence[SequenceChunk], limits: Limits) -> Packing:
+    """A pass in which every token attends on its own, chunk after chunk, each chunk in its order.
+
+    A token finds those before it in the blocks, also those of its own chunk: a layer writes all keys and values before
+    any token attends, and the token's length keeps it from seeing what comes behind it.
+
+    Raises:
+        ConfigError: as ``pack``.
+    """
+    _check_sizes(chunks, limits)
+    rows = _rows(chunks, limits.block_size)
+    _check_range("token ids", rows.ids, limits.vocabulary)
+    _check_range("blocks", rows.tables, limits.num_blocks)
+    _check_owners(rows.slots)
+    nothing = np.zeros(0, dtype=np.int64)
+    return Packing(
+        ids=rows.ids,
+        positions=rows.positions,
+        slots=rows.slots,
+        last=np.cumsum(rows.counts) - 1,
+        singles=len(rows.ids),
+        lengths=rows.positions + 1,
+        tables=rows.tables,
+        gather=nothing,
+        spans=(),
+    )
 
 
 def pack(chunks: Sequence[SequenceChunk], limits: Limits) -> Packing:
-    """
+    """A pass in which chunks of several tokens attend as one.
+
     Raises:
         ConfigError: the chunks are more than ``limits`` allow, name tokens or blocks that are not there, or two
             tokens would be written to the same place.
@@ -72,7 +102,7 @@ def pack(chunks: Sequence[SequenceChunk], limits: Limits) -> Packing:
     _check_sizes(chunks, limits)
     single = [chunk for chunk in chunks if len(chunk.token_ids) == 1]
     longer = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
-    singles = _pack_singles(single, limits.block_size)
+    singles = _rows(single, limits.block_size)
     spans, own_slots = _lay_out(longer, len(single), limits.block_size)
     slots = np.concatenate([singles.slots, *(own[chunk.start :] for chunk, own in zip(longer, own_slots, strict=True))])
     gather = np.concatenate([np.zeros(0, dtype=np.int64), *own_slots])
@@ -82,10 +112,7 @@ def pack(chunks: Sequence[SequenceChunk], limits: Limits) -> Packing:
     )
     _check_range("token ids", ids, limits.vocabulary)
     _check_range("blocks", np.concatenate([singles.tables.reshape(-1), gather // limits.block_size]), limits.num_blocks)
-    if len(np.unique(slots)) < len(slots):
-        raise ConfigError(
-            "two tokens of a batch would be written to the same place; a block that is written has one owner"
-        )
+    _check_owners(slots)
     return Packing(
         ids=ids,
         positions=positions,
@@ -100,28 +127,38 @@ def pack(chunks: Sequence[SequenceChunk], limits: Limits) -> Packing:
 
 
 @dataclass(frozen=True)
-class _Singles:
-    """Of chunks of one token: ids, positions, slots: int64 [n]; tables: int64 [n, W]."""
+class _Rows:
+    """Tokens one by one.
 
+    counts: int64 [chunks], tokens of each. ids, positions, slots: int64 [n]; tables: int64 [n, W].
+    """
+
+    counts: np.ndarray
     ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     tables: np.ndarray
 
 
-def _pack_singles(chunks: Sequence[SequenceChunk], block_size: int) -> _Singles:
-    """Decode steps come here, while the device waits: few operations a row."""
-    rows = len(chunks)
-    positions = np.fromiter((chunk.start for chunk in chunks), np.int64, rows)
-    counts = positions // block_size + 1
-    tables = np.zeros((rows, counts.max(initial=0)), dtype=np.int64)
-    for row, chunk, count in zip(tables, chunks, counts.tolist(), strict=True):
-        row[:count] = chunk.blocks[:count]
-        row[count:] = row[count - 1]
-    return _Singles(
-        ids=np.fromiter((chunk.token_ids[0] for chunk in chunks), np.int64, rows),
+def _rows(chunks: Sequence[SequenceChunk], block_size: int) -> _Rows:
+    """Decode steps come here, while the device waits: few operations a chunk."""
+    counts = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int64, len(chunks))
+    starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
+    ends = np.cumsum(counts)
+    rows = int(counts.sum())
+    places = np.arange(rows)
+    positions = places + np.repeat(starts + counts - ends, counts)
+    widths = (starts + counts - 1) // block_size + 1
+    tables = np.zeros((rows, widths.max(initial=0)), dtype=np.int64)
+    for chunk, width, count, end in zip(chunks, widths.tolist(), counts.tolist(), ends.tolist(), strict=True):
+        own = tables[end - count : end]
+        own[:, :width] = chunk.blocks[:width]
+        own[:, width:] = own[:, width - 1 : width]
+    return _Rows(
+        counts=counts,
+        ids=np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, rows),
         positions=positions,
-        slots=tables[np.arange(rows), counts - 1] * block_size + positions % block_size,
+        slots=tables[places, positions // block_size] * block_size + positions % block_size,
         tables=tables,
     )
 
@@ -174,3 +211,10 @@ def _check_range(what: str, numbers: np.ndarray, count: int) -> None:
     lowest, highest = numbers.min(), numbers.max()
     if lowest < 0 or highest >= count:
         raise ConfigError(f"{what} are 0 to {count - 1}, not {lowest} to {highest}")
+
+
+def _check_owners(slots: np.ndarray) -> None:
+    if len(np.unique(slots)) < len(slots):
+        raise ConfigError(
+            "two tokens of a batch would be written to the same place; a block that is written has one owner"
+        )

@@ -12,7 +12,7 @@ from greenroom.engine.decode_loop import why_host_needed
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
-from greenroom.engine.paged.packing import Limits, Packing, pack
+from greenroom.engine.paged.packing import Limits, Packing, pack, pack_rows
 from greenroom.engine.paged.probe import Kept, PagedModel
 from greenroom.errors import EngineError
 from greenroom.kv.device_copies import BlockCopy, block_copy
@@ -25,12 +25,13 @@ class PagedRunner:
     """A ``BatchRunner`` for models that remember keys and values alone.
 
     All chunks of a call are packed behind one another into one batch row, so that each expert is read once for all.
-    On a GPU, calls of one token a sequence are CUDA graphs; their statistics are learnt while the next one runs.
+    On a GPU, calls of few tokens, whether one a sequence or several, are CUDA graphs; their statistics are learnt while
+    the next one runs.
 
     Attributes:
         block_size, num_blocks, max_sequences, max_tokens: see ``BatchRunner``.
         max_context: tokens of one sequence at most.
-        eager_because: why calls of one token a sequence are no graphs; None if they are.
+        eager_because: why calls of few tokens are no graphs; None if they are.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class PagedRunner:
         Args:
             model: offloaded.
             kept: what each of its layers keeps of a token, from ``probe``.
-            decode_path: calls of one token a sequence take the path without the host. None: on a GPU alone.
+            decode_path: calls of few tokens take the path without the host. None: on a GPU alone.
             watchdog_s: seconds after which such a call that has not ended (on a CPU device: a layer) is given up.
         """
         self.block_size = limits.block_size
@@ -72,7 +73,7 @@ class PagedRunner:
             self._decode = decode.DecodeBuckets(
                 model,
                 self._cache,
-                limits.max_sequences,
+                limits.max_tokens,
                 limits.max_context,
                 graph=self._device.type == "cuda",
                 watchdog_s=watchdog_s,
@@ -109,15 +110,16 @@ class PagedRunner:
             EngineError: the runner is closed or was given up, or the pass failed.
         """
         cache = self._open_cache()
-        packing = pack(chunks, self._limits)
+        tokens = sum(len(chunk.token_ids) for chunk in chunks)
         try:
-            if self._decode is not None and self._decode.takes(packing):
-                return self._decode.run(packing)
+            if self._decode is not None and tokens <= self._decode.max_rows:
+                return self._decode.run(pack_rows(chunks, self._limits))
+            packing = pack(chunks, self._limits)
             self.flush()
             return self._run_layer_by_layer(packing, cache)
         except torch.OutOfMemoryError as error:
             raise EngineError(
-                f"the GPU has no memory left for a pass of {len(packing.ids)} tokens; allow fewer, or fewer KV blocks"
+                f"the GPU has no memory left for a pass of {tokens} tokens; allow fewer, or fewer KV blocks"
             ) from error
 
     def flush(self) -> None:
