@@ -14,6 +14,7 @@ from greenroom.kv.config import KVOffloadConfig
 from greenroom.kv.offload import HostKVOffload
 from greenroom.serving.engine import ModelFacts, ServingEngine
 from greenroom.serving.params import check_params
+from greenroom.serving.rehearsal import rehearse
 from greenroom.serving.requests import SamplingParams
 
 _CONTEXT_IF_UNKNOWN = 4096
@@ -48,7 +49,7 @@ def open_engine(
 
     Raises:
         ConfigError: numbers that make no sense together, or KV offload for a model whose cache is not made of blocks.
-        EngineError: decode could not be prepared.
+        EngineError: decode could not be prepared, or on a GPU the largest pass failed.
         MemoryLimitError: the KV cache does not hold one request of ``max_context`` tokens, or host memory does not
             suffice for KV offload.
     """
@@ -80,6 +81,8 @@ def open_engine(
         reuse = False
         if isinstance(runner, PagedRunner):
             reuse = True
+            if facts.device.type == "cuda":
+                rehearse(model, runner)
             runner.prepare()  # or the first requests would wait for it
         engine = ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload, reuse=reuse)
         stack.pop_all()  # the engine closes them
