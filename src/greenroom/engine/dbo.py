@@ -6,6 +6,7 @@ steps that somebody wants anyway.
 """
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,6 +53,12 @@ class DboChoice:
     whole_ms: float | None = None
     halves_ms: float | None = None
 
+    def __str__(self) -> str:
+        way = {None: "both ways in turns", True: "as two halves at once", False: "in one piece"}[self.halves]
+        if self.whole_ms is None:
+            return f"{way}, {self.because}"
+        return f"{way}, {self.because} (halves {self.halves_ms:.2f} ms, in one piece {self.whole_ms:.2f} ms)"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
@@ -93,3 +100,91 @@ class DboTrial:
         because = f"measured over {steps // 2} steps each way"
         self.choice = DboChoice(self.choice.rows, won, because, whole * 1e3, halves * 1e3)
         return True
+
+
+class DboPolicy:
+    """Which passes run as halves, by the rows that they are made for.
+
+    Attributes:
+        mode: as asked for.
+        off_because: why none do; None if some do or may.
+    """
+
+    def __init__(self, mode: str, rows: Iterable[int], off_because: str | None = None) -> None:
+        """
+        Args:
+            mode: "auto", "on" or "off".
+            rows: of all passes that could.
+
+        Raises:
+            ConfigError: no such mode, or halves are forced where there is nothing to halve.
+        """
+        check_dbo(mode)
+        sizes = [size for size in rows if size >= (LEAST_ROWS if mode == "auto" else 2)]
+        if off_because is None and mode == "off":
+            off_because = "not asked for"
+        if off_because is None and not sizes:
+            off_because = f"batches have fewer than {LEAST_ROWS // 2 + 1 if mode == 'auto' else 2} sequences"
+        if mode == "on" and off_because is not None:
+            raise ConfigError(f"dbo cannot be on: {off_because}; leave it out, or say auto")
+        self.mode = mode
+        self.off_because = off_because
+        self._fixed: dict[int, DboChoice] = {}
+        self._trials: dict[int, DboTrial] = {}
+        if off_because is None and mode == "on":
+            self._fixed = {size: DboChoice(size, True, "as asked for") for size in sizes}
+        elif off_because is None:
+            self._trials = {size: DboTrial(size) for size in sizes}
+
+    @classmethod
+    def off(cls, because: str) -> "DboPolicy":
+        """No pass."""
+        return cls("off", (), because)
+
+    @property
+    def choices(self) -> tuple[DboChoice, ...]:
+        """What is known so far, one entry for each size that could run as halves."""
+        return (*self._fixed.values(), *(trial.choice for trial in self._trials.values()))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any pass does or may."""
+        return any(choice.halves is not False for choice in self.choices)
+
+    @property
+    def most_rows(self) -> int:
+        """Of the largest pass that does or may; 0 without."""
+        return max((choice.rows for choice in self.choices if choice.halves is not False), default=0)
+
+    def choice(self, rows: int) -> DboChoice:
+        """What is known of passes of ``rows``, which are among the sizes."""
+        return self._fixed.get(rows) or self._trials[rows].choice
+
+    def may_halve(self, rows: int) -> bool:
+        """Whether passes of ``rows`` do or may."""
+        return any(choice.rows == rows and choice.halves is not False for choice in self.choices)
+
+    def halves(self, rows: int) -> bool:
+        """Whether the next pass of ``rows`` shall, if ``may_halve``."""
+        return rows in self._fixed or self._trials[rows].halves
+
+    def took(self, rows: int, seconds: float) -> bool:
+        """A pass has run as ``halves`` said; returns whether that has decided something."""
+        return rows in self._trials and self._trials[rows].took(seconds)
+
+    def give_up(self, because: str) -> bool:
+        """None after all; returns False if they were forced."""
+        if self._fixed:
+            return False
+        self.off_because, self._trials = because, {}
+        return True
+
+    def __str__(self) -> str:
+        if self.off_because is not None:
+            return f"off: {self.off_because}"
+        return "; ".join(f"up to {choice.rows} sequences {choice}" for choice in self.choices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        choices = [choice.to_dict() for choice in self.choices]
+        return {"mode": self.mode, "off_because": self.off_because, "choices": choices}

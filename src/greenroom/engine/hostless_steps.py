@@ -129,8 +129,9 @@ class HostlessSteps:
     def capture(
         self,
         forward: Callable[[], None],
-        pool: "torch.cuda._POOL_HANDLE | None" = None,
         second: Callable[[], None] | None = None,
+        *,
+        pool: "torch.cuda._POOL_HANDLE | None" = None,
     ) -> torch.cuda.CUDAGraph:
         """``hostless`` as a graph. Its kernels have run before; graphs that share ``pool`` never run at once."""
         graph = torch.cuda.CUDAGraph()

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from greenroom.engine.batch import BatchRunner
+from greenroom.engine.dbo import DboPolicy
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.cache import block_bytes
 from greenroom.engine.paged.exclusive import ExclusiveRunner
@@ -26,6 +27,7 @@ def make_runner(
     num_blocks: int | None = None,
     block_size: int = 16,
     max_sequences: int = 32,
+    dbo: str = "auto",
 ) -> BatchRunner:
     """A runner for an offloaded model, closed with it at the latest.
 
@@ -36,9 +38,11 @@ def make_runner(
         num_blocks: of it. A model whose cache is not made of blocks needs neither.
         block_size: tokens a block.
         max_sequences: that one call takes; 1 if the model's cache is not made of blocks.
+        dbo: "on" runs calls of one token a sequence as two halves at once, "auto" where that measures faster, "off"
+            never.
 
     Raises:
-        ConfigError: numbers that make no sense together.
+        ConfigError: numbers that make no sense together, or ``dbo`` is on and nothing can run as halves.
         MemoryLimitError: not even one sequence of ``max_context`` tokens fits.
     """
     if min(max_tokens, max_context, block_size, max_sequences) < 1:
@@ -48,6 +52,7 @@ def make_runner(
     kept = probe(model)
     if isinstance(kept, str):
         logger.info("one sequence at a time: %s", kept)
+        DboPolicy(dbo, (), f"one sequence at a time, since {kept}")
         alone = Limits(block_size, needed, 1, max_tokens, max_context, vocabulary)
         return _kept_by(model, ExclusiveRunner(model, alone))
     if (kv_bytes is None) == (num_blocks is None):
@@ -63,7 +68,7 @@ def make_runner(
         )
     limits = Limits(block_size, num_blocks, max_sequences, max_tokens, max_context, vocabulary)
     try:
-        return _kept_by(model, PagedRunner(model, kept, limits))
+        return _kept_by(model, PagedRunner(model, kept, limits, dbo=dbo))
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(
             f"the GPU has no memory left for {(num_blocks + 1) * size} bytes of KV cache and for decode; allow less"

@@ -4,35 +4,44 @@ Every token is a row of its own, whether a sequence has one or several of them: 
 keys and values before any of them attends, and each sees as many tokens of its blocks as its length says.
 
 A graph is made for each bucket, when it is first needed or ahead of time. All share one path for the experts, one
-pool of memory, and one buffer of inputs, which a pass fills by a single copy from its page-locked twin.
+pool of memory, and one buffer of inputs.
+
+Where no token sees another one of the pass, it may also run as two halves at once (see ``dbo``): two forward passes on
+two streams, each with its own path for the experts. Of what they share neither writes what the other reads or writes:
+they have rows of their own in the inputs, the logits and the KV cache.
 """
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.dbo import DboPolicy
 from greenroom.engine.hostless_steps import BUCKETS, WARM_UP_STEPS, HostlessSteps, bucket_for
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
-from greenroom.engine.paged.cache import PagedBatch, PagedCache
+from greenroom.engine.paged.cache import PagedCache
+from greenroom.engine.paged.inputs import DecodeInputs, Division, Layout, Rows
 from greenroom.engine.paged.packing import Packing
 
-_WORDS = 4
-"""Of a row beside its table: id, position, slot, length."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Bucket:
-    """Passes of ``rows`` tokens, whose inputs are the first words of the shared buffer."""
+    """Passes of so many tokens as ``layout`` has rows, and their graphs: in one piece, and as halves."""
 
-    rows: int
-    ids: torch.Tensor
-    positions: torch.Tensor
-    batch: PagedBatch
+    layout: Layout
     graph: torch.cuda.CUDAGraph | None = None
+    halves_graph: torch.cuda.CUDAGraph | None = None
+
+    def graph_of(self, halves: bool) -> torch.cuda.CUDAGraph | None:
+        return self.halves_graph if halves else self.graph
 
 
 class DecodeBuckets:
@@ -51,6 +60,8 @@ class DecodeBuckets:
         *,
         graph: bool,
         watchdog_s: float,
+        dbo: DboPolicy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
         Args:
@@ -59,6 +70,11 @@ class DecodeBuckets:
             max_context: tokens of one sequence at most.
             graph: capture passes.
             watchdog_s: see ``HostlessSteps``.
+            dbo: which passes run as halves; None for none.
+            clock: seconds.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for the buffers.
         """
         self.max_rows = min(max_tokens, BUCKETS[-1])
         self._model = model
@@ -66,14 +82,15 @@ class DecodeBuckets:
         self._cache_name = cache_argument(model)
         self._use_graph = graph
         largest = bucket_for(self.max_rows)
-        self._width = -(-max_context // cache.block_size)
-        words = largest * (_WORDS + self._width)
-        self._inputs = torch.zeros(words, dtype=torch.int64, device=cache.device)
-        self._twin = torch.zeros(words, dtype=torch.int64, pin_memory=cache.device.type == "cuda")
+        self._inputs = DecodeInputs(cache, largest, -(-max_context // cache.block_size))
         self._largest = largest
         self._logits: torch.Tensor | None = None  # [largest, vocabulary], made by the first pass
         self._buckets: dict[int, _Bucket] = {}
+        self._dbo = dbo or DboPolicy.off("not asked for")
+        self._clock = clock
         self._hostless = HostlessSteps(model, largest, watchdog_s)  # last: it holds what has to be closed
+        if self._dbo.in_use:
+            self._open_second()
 
     @property
     def hostless(self) -> HostlessSteps:
@@ -88,8 +105,9 @@ class DecodeBuckets:
         """
         # The largest first: the others' graphs find their memory in what it has left free.
         for rows in reversed(BUCKETS[: BUCKETS.index(bucket_for(self.max_rows)) + 1]):
-            self._stage(self._bucket(rows), _padding(self._cache))
-            self._make_graph(self._bucket(rows), 1)
+            self._prepare(self._bucket(rows), Division(1))
+            if self._dbo.may_halve(rows):
+                self._prepare(self._bucket(rows), Division.of(1, halves=True))
 
     def run(self, packing: Packing) -> torch.Tensor:
         """
@@ -102,15 +120,21 @@ class DecodeBuckets:
         Raises:
             EngineError: see ``HostlessSteps.run``.
         """
-        bucket = self._bucket(bucket_for(packing.singles))
-        self._stage(bucket, packing)
-        self._make_graph(bucket, packing.singles)
-        work = self._forward(bucket) if bucket.graph is None else bucket.graph.replay
-        self._hostless.run(work, packing.singles)
-        assert self._logits is not None
-        if packing.is_decode:
-            return self._logits[: packing.singles]
-        return self._logits[torch.from_numpy(packing.last).to(self._logits.device)]
+        tokens = packing.singles
+        rows = bucket_for(tokens)
+        bucket = self._bucket(rows)
+        may_halve = packing.is_decode and tokens > 1 and self._dbo.may_halve(rows)
+        division = Division.of(tokens, may_halve and self._dbo.halves(rows))
+        self._inputs.stage(bucket.layout, packing, division)
+        self._make_graph(bucket, division)
+        graph = bucket.graph_of(division.halves)
+        work = self._forward(bucket, division.halves) if graph is None else graph.replay
+        started = self._clock()
+        self._run(work, division)
+        if may_halve and self._dbo.took(rows, self._clock() - started):
+            self._settle(bucket)
+        logits = self._logits_of(rows, division)
+        return logits if packing.is_decode else logits[torch.from_numpy(packing.last).to(logits.device)]
 
     def close(self) -> None:
         """Frees the graphs and what the experts need. Idempotent."""
@@ -120,68 +144,82 @@ class DecodeBuckets:
 
     def _bucket(self, rows: int) -> _Bucket:
         if rows not in self._buckets:
-            self._buckets[rows] = self._lay_out(rows)
+            self._buckets[rows] = _Bucket(self._inputs.lay_out(rows))
         return self._buckets[rows]
 
-    def _lay_out(self, rows: int) -> _Bucket:
-        inputs = self._inputs[: rows * (_WORDS + self._width)]
-        ids, positions, slots, lengths = inputs[: _WORDS * rows].view(_WORDS, rows)
-        batch = PagedBatch(
-            cache=self._cache,
-            slots=slots,
-            singles=rows,
-            tables=inputs[_WORDS * rows :].view(self._width, rows).T,
-            lengths=lengths,
-            single_keys=None,
-            gather=None,
-            spans=(),
-        )
-        return _Bucket(rows, ids, positions, batch)
+    def _open_second(self) -> None:
+        """What second halves need; ``auto`` does without them if there is no memory for it."""
+        try:
+            self._hostless.open_second(self._dbo.most_rows // 2)
+        except torch.OutOfMemoryError:
+            if not self._dbo.give_up("the GPU has no memory left for what a second half needs"):
+                self._hostless.close()
+                raise
 
-    def _stage(self, bucket: _Bucket, packing: Packing) -> None:
-        """Fills the bucket's inputs. The pass before has ended, so nobody reads the twin any more."""
-        rows, used, columns = bucket.rows, packing.singles, packing.tables.shape[1]
-        # Tables are stored block after block, so that those in use are one stretch of the buffer.
-        twin = self._twin[: rows * (_WORDS + columns)]
-        words, tables = (
-            twin[: _WORDS * rows].view(_WORDS, rows).numpy(),
-            twin[_WORDS * rows :].view(columns, rows).T.numpy(),
-        )
-        words[0, :used], words[1, :used], words[2, :used] = packing.ids, packing.positions, packing.slots
-        words[3, :used] = packing.lengths
-        tables[:used] = packing.tables
-        words[:, used:] = np.array([[0], [0], [self._cache.scratch * self._cache.block_size], [1]])
-        tables[used:, 0] = self._cache.scratch
-        self._inputs[: len(twin)].copy_(twin, non_blocking=True)
+    def _prepare(self, bucket: _Bucket, division: Division) -> None:
+        self._inputs.stage(bucket.layout, _padding(self._cache), division)
+        self._make_graph(bucket, division)
 
-    def _make_graph(self, bucket: _Bucket, rows: int) -> None:
+    def _run(self, work: Callable[[], None], division: Division, learn: bool = True) -> None:
+        self._hostless.run(work, division.first, learn, division.second)
+
+    def _make_graph(self, bucket: _Bucket, division: Division) -> None:
         """Captures a pass if that is wanted and has not been done; the passes that warm up write what this one will."""
-        if not self._use_graph or bucket.graph is not None:
+        halves = division.halves
+        if not self._use_graph or bucket.graph_of(halves) is not None:
             return
+        if halves and self._logits is None:
+            # Their memory must belong to no stream that still uses it for something else.
+            self._run(self._forward(bucket, halves=False), Division(0), learn=False)
         for _ in range(WARM_UP_STEPS):
-            self._hostless.run(self._forward(bucket), rows, learn=False)
+            self._run(self._forward(bucket, halves), division, learn=False)
         pool = next((other.graph.pool() for other in self._buckets.values() if other.graph is not None), None)
-        bucket.graph = self._hostless.capture(lambda: self._compute(bucket), pool)
+        graph = self._hostless.capture(*self._passes(bucket, halves), pool=pool)
+        if halves:
+            bucket.halves_graph = graph
+        else:
+            bucket.graph = graph
 
-    def _forward(self, bucket: _Bucket) -> Callable[[], None]:
-        return self._hostless.hostless(lambda: self._compute(bucket))
+    def _settle(self, bucket: _Bucket) -> None:
+        """It has been found out how the bucket's passes run. Those in one piece are needed in either case."""
+        rows = bucket.layout.rows
+        logger.info("decode passes of up to %d tokens: %s", rows, self._dbo.choice(rows))
+        if not self._dbo.may_halve(rows):
+            bucket.halves_graph = None
+        if not self._dbo.in_use:
+            self._hostless.close_second()
 
-    def _compute(self, bucket: _Bucket) -> None:
-        """From the bucket's inputs to its logits and the cache, all on the device."""
-        self._cache.batch = bucket.batch
+    def _forward(self, bucket: _Bucket, halves: bool) -> Callable[[], None]:
+        return self._hostless.hostless(*self._passes(bucket, halves))
+
+    def _passes(self, bucket: _Bucket, halves: bool) -> list[Callable[[], None]]:
+        parts = bucket.layout.halves if halves else (bucket.layout.whole,)
+        return [partial(self._compute, rows) for rows in parts]
+
+    def _compute(self, rows: Rows) -> None:
+        """From inputs to logits and the cache, all on the device."""
+        self._cache.batch = rows.batch
         with attends_through(self._model, PAGED, paged_attention):
             output = self._model(
-                input_ids=bucket.ids[None],
-                position_ids=bucket.positions[None],
+                input_ids=rows.ids[None],
+                position_ids=rows.positions[None],
                 use_cache=True,
-                paged=bucket.batch,
+                paged=rows.batch,
                 **{self._cache_name: self._cache},
             )
         logits = output.logits[0]
         if self._logits is None:
             # Never within a capture, since passes that warm up come before.
             self._logits = logits.new_empty(self._largest, logits.shape[-1])
-        self._logits[: bucket.rows] = logits
+        self._logits[rows.start : rows.start + len(logits)] = logits
+
+    def _logits_of(self, rows: int, division: Division) -> torch.Tensor:
+        """[tokens, vocabulary]: of a pass of ``rows`` that has been run, without its padding."""
+        assert self._logits is not None
+        pieces = division.pieces(rows)
+        if len(pieces) == 1 or pieces[0].stop == pieces[1].start:
+            return self._logits[: pieces[-1].stop]
+        return torch.cat([self._logits[piece] for piece in pieces])
 
 
 def _padding(cache: PagedCache) -> Packing:

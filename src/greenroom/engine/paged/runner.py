@@ -8,7 +8,9 @@ from transformers import PreTrainedModel
 
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.dbo import DboPolicy
 from greenroom.engine.decode_loop import why_host_needed
+from greenroom.engine.demand import BUCKETS
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
@@ -32,6 +34,7 @@ class PagedRunner:
         block_size, num_blocks, max_sequences, max_tokens: see ``BatchRunner``.
         max_context: tokens of one sequence at most.
         eager_because: why calls of few tokens are no graphs; None if they are.
+        dbo: which of those calls run as two halves at once.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class PagedRunner:
         *,
         decode_path: bool | None = None,
         watchdog_s: float = 30.0,
+        dbo: str = "off",
     ) -> None:
         """
         Args:
@@ -49,6 +53,10 @@ class PagedRunner:
             kept: what each of its layers keeps of a token, from ``probe``.
             decode_path: calls of few tokens take the path without the host. None: on a GPU alone.
             watchdog_s: seconds after which such a call that has not ended (on a CPU device: a layer) is given up.
+            dbo: "on" runs such calls as two halves at once, "auto" where that measures faster, "off" never.
+
+        Raises:
+            ConfigError: ``dbo`` is on and nothing can run as halves.
         """
         self.block_size = limits.block_size
         self.num_blocks = limits.num_blocks
@@ -59,14 +67,16 @@ class PagedRunner:
         self._model = model
         self._device = offload_of(model).device
         self._cache_name = cache_argument(model)
+        self.eager_because = self._why_eager(kept)
+        hostless = decode_path if decode_path is not None else self.eager_because is None
+        self.dbo = DboPolicy(dbo, self._halvable(), self._why_no_halves(dbo, hostless))
         self._by_kernel = self._device.type == "cuda" and kept.kept is not Kept.OTHER
         self._cache: PagedCache | None = PagedCache(
             kept.shapes, limits.num_blocks, limits.block_size, self._device, kept.kept is Kept.LATENT
         )
         self._copy_block: BlockCopy | None = block_copy(self.kv_tensors)
         self._decode: DecodeBuckets | None = None
-        self.eager_because = self._why_eager(kept)
-        if decode_path if decode_path is not None else self.eager_because is None:
+        if hostless:
             # Needs triton, which GPU builds of torch bring.
             from greenroom.engine.paged import decode
 
@@ -77,6 +87,7 @@ class PagedRunner:
                 limits.max_context,
                 graph=self._device.type == "cuda",
                 watchdog_s=watchdog_s,
+                dbo=self.dbo,
             )
 
     @property
@@ -151,6 +162,19 @@ class PagedRunner:
         if kept.kept is Kept.OTHER:
             return f"attention of {type(self._model).__name__} reads something else than what is cached"
         return why_host_needed(self._model)
+
+    def _halvable(self) -> list[int]:
+        """Sizes of calls of one token a sequence."""
+        return [size for size in BUCKETS if size < 2 * self.max_sequences]
+
+    def _why_no_halves(self, mode: str, hostless: bool) -> str | None:
+        if not hostless:
+            return f"decode steps are no graphs, since {self.eager_because}"
+        if mode == "auto" and self._device.type != "cuda":
+            return "it can gain nothing on a CPU"
+        if offload_of(self._model).weights.selection.backend == "prefetch":
+            return "weights that are prefetched (weights_offload_group_size) serve one pass at a time"
+        return None
 
     def _run_layer_by_layer(self, packing: Packing, cache: PagedCache) -> torch.Tensor:
         device = self._device
