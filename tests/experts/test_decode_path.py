@@ -63,7 +63,7 @@ def decode(
         with OffloadManager(store, tier, [slots] * layers, make_policy("lfru"), top_k, update, costs) as manager:
             boxes = Mailboxes(engine, store, tokens, top_k, pin_memory=on_gpu)
             slot_of = tier.device_map(manager.cache.slot_of)
-            path = DecodePath(store, tier.slots, slot_of, boxes, tokens, top_k)
+            path = DecodePath(store, tier.slots, slot_of, boxes, tokens, top_k, manager.places)
             try:
                 yield manager, DecodeSteps(manager, path, boxes)
             finally:
@@ -228,8 +228,8 @@ def test_counts_and_admissions_follow_the_lanes():
             run(steps, 1, 0, batch)
         steps.flush()
         total = manager.counters.total()
-        # Both are admitted behind the first step, while the second runs with the old map.
-        assert (total.hits, total.streamed, total.cpu, total.admissions) == (2, 2, 2, 2)
+        # One lands in the first step, and is there in the second; the other one's copy begins behind the first step.
+        assert (total.hits, total.streamed, total.cpu, total.admissions, total.landed) == (3, 1, 2, 1, 1)
 
 
 def test_a_step_that_warms_up_teaches_nothing():

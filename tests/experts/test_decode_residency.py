@@ -174,7 +174,8 @@ def stage(seed: int, policy: str = "lru", update: int = 2) -> Iterator[Stage]:
         )
         with manager:
             boxes = Mailboxes(engine, store, 2, TOP_K, pin_memory=False)
-            path = DecodePath(store, tier.slots, tier.device_map(manager.cache.slot_of), boxes, 2, TOP_K)
+            slot_of = tier.device_map(manager.cache.slot_of)
+            path = DecodePath(store, tier.slots, slot_of, boxes, 2, TOP_K, manager.places)
             steps = DecodeSteps(manager, path, boxes)
             steps.split = DrawnSplit(dice)
             try:

@@ -344,11 +344,12 @@ def fetch_case(store: HostStore, experts: int, device: torch.device, target: tor
     addresses = torch.from_numpy(store.addresses(0).astype("int64")).to(device)
     sets = addresses[: len(addresses) // experts * experts].view(-1, experts)
     buffer = torch.empty(experts, fmt.block_bytes, dtype=torch.uint8, device=device) if target is None else target
+    targets = buffer.data_ptr() + torch.arange(experts, dtype=torch.int64, device=device) * fmt.block_bytes
     num = torch.tensor([experts, experts, experts], dtype=torch.int32, device=device)
 
     def launch(sources: torch.Tensor) -> None:
         fetch_kernel[(triton.cdiv(fmt.block_bytes, 4 * _FETCH_STRETCH), experts)](
-            buffer.data_ptr(), sources, num, fmt.block_bytes, STRETCH=_FETCH_STRETCH, BLOCK=_FETCH_BLOCK
+            sources, targets, num, fmt.block_bytes, STRETCH=_FETCH_STRETCH, BLOCK=_FETCH_BLOCK
         )
 
     launches = [partial(launch, sources) for sources in sets]

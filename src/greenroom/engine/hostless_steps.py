@@ -54,7 +54,7 @@ class HostlessSteps:
         self.given_up: str | None = None
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._second: DecodePath | None = None
-        path = self._make_path(max_rows)
+        path = self._make_path(max_rows, manager.places)
         try:
             self.steps = DecodeSteps(manager, path, path.mailboxes, offload.weights.bytes_beside_experts)
         except BaseException:
@@ -96,7 +96,7 @@ class HostlessSteps:
         if self.given_up is not None:
             raise EngineError(self.given_up)
         steps = self.steps
-        steps.begin(rows, second_rows)
+        steps.begin(rows, second_rows, land=learn)
         try:
             work()
             steps.enqueued()
@@ -152,12 +152,21 @@ class HostlessSteps:
         if self._second is not None:
             self._second.mailboxes.close()
 
-    def _make_path(self, max_rows: int) -> DecodePath:
+    def _make_path(self, max_rows: int, places: int = 0) -> DecodePath:
         manager, on_gpu = self._manager, self._device.type == "cuda"
         mailboxes = Mailboxes(self._engine, manager.store, max_rows, self._top_k, on_gpu)
         try:
             slot_of = manager.tier.device_map(manager.cache.slot_of)
-            path = DecodePath(manager.store, manager.tier.slots, slot_of, mailboxes, max_rows, self._top_k)
+            path = DecodePath(
+                manager.store,
+                manager.tier.slots,
+                slot_of,
+                mailboxes,
+                max_rows,
+                self._top_k,
+                places,
+                manager.admission.cache_topk,
+            )
         except BaseException:
             mailboxes.close()
             raise

@@ -3,6 +3,7 @@
 import numpy as np
 
 from greenroom.experts.cache import ExpertCache
+from greenroom.experts.landing import Offers, choose_offers
 from greenroom.experts.policies import Policy
 from greenroom.experts.residency import Swap, choose_swaps
 from greenroom.experts.usage import ExpertUsage
@@ -12,6 +13,10 @@ class Admission:
     """Collects one step's routing, then proposes changes of residency. Knows no memory and no device.
 
     The manager and the simulator run the same object.
+
+    Attributes:
+        usage: what it has learnt.
+        cache_topk: only a token's so many heaviest choices admit or refresh an expert.
     """
 
     def __init__(self, num_experts: list[int], policy: Policy, cache_topk: int, update_expert_num: int) -> None:
@@ -27,8 +32,9 @@ class Admission:
         """
         self.usage = ExpertUsage(len(num_experts), max(num_experts))
         self._num_experts = num_experts
+        self._is_expert = np.arange(max(num_experts))[None, :] < np.array(num_experts)[:, None]
         self._policy = policy
-        self._cache_topk = cache_topk
+        self.cache_topk = cache_topk
         self._update_expert_num = update_expert_num
         shape = (len(num_experts), max(num_experts))
         self._needed = np.zeros(shape, dtype=bool)
@@ -51,7 +57,7 @@ class Admission:
             counts: int [experts], pairs of each expert, of padding too.
             valid_rows: bool [T], False for padding; None if there is none.
         """
-        leading = heaviest(ids, weights, self._cache_topk)
+        leading = heaviest(ids, weights, self.cache_topk)
         if valid_rows is not None and len(valid_rows) == len(ids):
             leading = leading[valid_rows]
         experts = self._num_experts[layer]
@@ -70,7 +76,7 @@ class Admission:
         layers, tokens, _ = ids.shape
         used = self._count_all(ids)
         by_row = ids.reshape(layers * tokens, -1), weights.reshape(layers * tokens, -1)
-        leading = heaviest(*by_row, self._cache_topk).reshape(layers, tokens, -1)
+        leading = heaviest(*by_row, self.cache_topk).reshape(layers, tokens, -1)
         chosen = self._count_all(leading)
         self.usage.record_all(np.minimum(chosen / max(tokens, 1), 1.0))
         self._needed[:] = used > 0
@@ -82,7 +88,7 @@ class Admission:
             self._policy.scores(self.usage),
             cache.slot_of,
             cache.free_slots(),
-            self._needed,
+            self._needed | cache.at_stake(),
             self._admissible & ~cache.being_written(),
             self._update_expert_num,
             self._policy.margin,
@@ -90,6 +96,18 @@ class Admission:
         self.usage.advance()
         self.forget_step()
         return swaps
+
+    def offers(self, cache: ExpertCache, count: int) -> Offers:
+        """``count`` places a layer, or as many as it has slots, for experts of a coming step to land in."""
+        return choose_offers(
+            self._policy.scores(self.usage),
+            np.where(self._is_expert, self._policy.scores(self.usage.if_all_were_used()), np.inf),
+            cache.expert_in,
+            cache.may_be_offered(),
+            cache.being_written(),
+            count,
+            self._policy.margin,
+        )
 
     def forget_step(self) -> None:
         """Drops what the step has needed, without changes of residency."""

@@ -1,13 +1,18 @@
 """ExpertCache: which expert is in which slot, and when that may change.
 
-A slot is free, being written, or mapped. The map changes between steps only:
+A slot is free, being written by a copy, or mapped. The map changes between steps only:
 
 - ``unmap_and_write`` at the end of a step takes the victim out of the map and starts the write; the
   step's own work was enqueued before, so the write only has to wait for it on the device;
 - ``map_landed`` before a later step puts the newcomer into the map, once its bytes have arrived.
 
-So a step never sees a slot that is being written. Each slot counts its changes in ``version``: odd
-while it is written, even while its contents stand still.
+So a step never sees a slot that is being written by a copy.
+
+A step may also write slots itself: those that are offered to it. ``offer`` at its begin names them, ``settle`` behind
+its end says which experts have landed in them. An offered slot may be mapped: the step then either reads it or writes
+it, as its routing has it.
+
+Each slot counts its changes in ``version``: odd while it is or may be written, even while its contents stand still.
 """
 
 from dataclasses import dataclass
@@ -26,12 +31,24 @@ class SlotWrite:
     expert: int
 
 
+@dataclass(frozen=True)
+class _Offered:
+    """Slots that the running step may write, and in which column of ``offer``'s argument: int [n] each."""
+
+    layer: np.ndarray
+    place: np.ndarray
+    slot: np.ndarray
+
+
+_NOTHING_OFFERED = _Offered(*(np.zeros(0, dtype=np.int64),) * 3)
+
+
 class ExpertCache:
     """Host-side state of all layers' slots. One thread, the one that runs steps, uses it.
 
     Attributes:
         slot_of: int32 [layers, experts], the map; ABSENT where an expert has no slot.
-        expert_in: int32 [layers, slots], its inverse; ABSENT where a slot is free or being written.
+        expert_in: int32 [layers, slots], its inverse; ABSENT where a slot is free or being written by a copy.
         version: int64 [layers, slots].
     """
 
@@ -48,19 +65,80 @@ class ExpertCache:
         self._is_slot = np.arange(max(num_slots))[None, :] < np.array(num_slots)[:, None]
         self._writing: list[dict[int, int]] = [{} for _ in num_experts]  # of each layer, slot -> expert
         self._arriving = np.zeros((layers, max(num_experts)), dtype=bool)
+        self._partial = np.array([0 < slots < experts for slots, experts in zip(num_slots, num_experts, strict=True)])
+        self._offered = _NOTHING_OFFERED
 
     def layer_map(self, layer: int) -> np.ndarray:
         """int32 [experts]: a view of the layer's row of the map."""
         return self.slot_of[layer, : self.num_experts[layer]]
 
     def free_slots(self) -> np.ndarray:
-        """bool [layers, slots]: slots that hold nothing and are not being written."""
+        """bool [layers, slots]: slots that hold nothing and are neither being written nor offered."""
         free: np.ndarray = self._is_slot & (self.expert_in == ABSENT) & (self.version % 2 == 0)
         return free
 
     def being_written(self) -> np.ndarray:
         """bool [layers, experts]: experts on their way into a slot."""
         return self._arriving
+
+    def may_be_offered(self) -> np.ndarray:
+        """bool [layers, slots]: slots that no copy is writing, of layers that hold some of their experts."""
+        writing = self.version % 2 == 1
+        writing[self._offered.layer, self._offered.slot] = False
+        free: np.ndarray = self._is_slot & self._partial[:, None] & ~writing
+        return free
+
+    def at_stake(self) -> np.ndarray:
+        """bool [layers, experts]: residents of slots that are offered."""
+        mask = np.zeros(self.slot_of.shape, dtype=bool)
+        layer, resident = self._offered.layer, self.expert_in[self._offered.layer, self._offered.slot]
+        mask[layer[resident != ABSENT], resident[resident != ABSENT]] = True
+        return mask
+
+    def offer(self, slots: np.ndarray) -> None:
+        """Lets the step that begins write slots: int [layers, places], different ones, ABSENT for none."""
+        if len(self._offered.layer):
+            raise ValueError("slots are offered already")
+        layer, place = np.nonzero(slots != ABSENT)
+        slot = slots[layer, place]
+        if (self.version[layer, slot] % 2).any():
+            raise ValueError("a slot that is being written was offered")
+        self.version[layer, slot] += 1
+        self._offered = _Offered(layer, place, slot)
+
+    def settle(self, landed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Ends the offer, once the step has ended: what has landed enters the map, what it displaced leaves.
+
+        An expert for which a copy was started meanwhile waits for that one; its place stays empty.
+
+        Args:
+            landed: int [layers, places], the expert in each place, ABSENT where none has landed. None: nobody knows
+                what the places hold.
+
+        Returns:
+            int [layers] each: experts that entered the map, and that left it.
+        """
+        offered, self._offered = self._offered, _NOTHING_OFFERED
+        layer, slot = offered.layer, offered.slot
+        self.version[layer, slot] += 1
+        expert = np.full(len(layer), ABSENT) if landed is None else landed[layer, offered.place]
+        if landed is not None:
+            written = expert != ABSENT
+            layer, slot, expert = layer[written], slot[written], expert[written]
+        left = self._empty(layer, slot)
+        kept = (expert != ABSENT) & ~self._arriving[layer, expert] & (self.slot_of[layer, expert] == ABSENT)
+        layer, slot, expert = layer[kept], slot[kept], expert[kept]
+        self.expert_in[layer, slot] = expert
+        self.slot_of[layer, expert] = slot
+        return np.bincount(layer, minlength=len(self.num_slots)), left
+
+    def _empty(self, layer: np.ndarray, slot: np.ndarray) -> np.ndarray:
+        """Takes what these slots hold out of the map; int [layers], how many that were."""
+        resident = self.expert_in[layer, slot]
+        held = resident != ABSENT
+        self.slot_of[layer[held], resident[held]] = ABSENT
+        self.expert_in[layer, slot] = ABSENT
+        return np.bincount(layer[held], minlength=len(self.num_slots))
 
     def unmap_and_write(self, layer: int, swap: Swap) -> SlotWrite:
         """Takes the victim out of the map and marks the slot as being written."""
@@ -87,14 +165,17 @@ class ExpertCache:
 
     def check(self) -> None:
         """Raises AssertionError unless map, slots and versions agree."""
+        offered = set(zip(self._offered.layer.tolist(), self._offered.slot.tolist(), strict=True))
         for layer, (experts, slots) in enumerate(zip(self.num_experts, self.num_slots, strict=True)):
             for expert, slot in enumerate(self.slot_of[layer]):
                 assert slot == ABSENT or (expert < experts and slot < slots), f"layer {layer}: {expert} -> {slot}"
                 assert slot == ABSENT or self.expert_in[layer, slot] == expert, f"layer {layer}: {expert} -> {slot}"
             for slot, expert in enumerate(self.expert_in[layer]):
                 assert expert == ABSENT or self.slot_of[layer, expert] == slot, f"layer {layer}: slot {slot}"
-                assert (self.version[layer, slot] % 2 == 1) == (slot in self._writing[layer]), f"slot {slot}"
-                assert expert == ABSENT or self.version[layer, slot] % 2 == 0, f"layer {layer}: slot {slot}"
+                copied, landing = slot in self._writing[layer], (layer, slot) in offered
+                assert not (copied and landing), f"layer {layer}: slot {slot} is offered while being written"
+                assert (self.version[layer, slot] % 2 == 1) == (copied or landing), f"slot {slot}"
+                assert expert == ABSENT or not copied, f"layer {layer}: slot {slot}"
             arriving = list(self._writing[layer].values())
             assert sorted(arriving) == np.flatnonzero(self._arriving[layer]).tolist(), f"layer {layer}: {arriving}"
             for expert in arriving:

@@ -7,7 +7,7 @@ import numpy as np
 
 from greenroom.experts.dispatch import CostModel
 
-COUNTER_NAMES = ("hits", "misses", "streamed", "cpu", "admissions", "evictions")
+COUNTER_NAMES = ("hits", "misses", "streamed", "cpu", "admissions", "evictions", "landed")
 """In the order of ``LayerCounters``'s fields."""
 
 
@@ -22,6 +22,7 @@ class LayerCounters:
         cpu: run by the CPU engine.
         admissions: copied into a cache slot after a step, or before the first.
         evictions: removed from a cache slot.
+        landed: streamed straight into a cache slot, to stay there; no copy besides.
     """
 
     hits: int
@@ -30,6 +31,7 @@ class LayerCounters:
     cpu: int
     admissions: int
     evictions: int
+    landed: int = 0
 
     @property
     def copies(self) -> int:

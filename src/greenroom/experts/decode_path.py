@@ -6,11 +6,13 @@ allocated or synchronised, so a whole step can be captured in a CUDA graph and r
 
 Who writes what:
 
-- The host writes ``rows`` and ``stream_parts`` through page-locked twins, before a step's work is enqueued
-  and after the copies of the step before have been made.
+- The host writes ``rows``, ``stream_parts`` and ``Offers`` through page-locked twins, before a step's work is
+  enqueued and after the copies of the step before have been made.
 - Buffers on the device belong to one stream: its order keeps layers apart.
 - The fetch buffer is filled on a stream of its own while resident experts run, behind the dispatch kernel and
-  before the kernels that read it; the two streams meet again before combine.
+  before the kernels that read it; the two streams meet again before combine. So are cache slots in which experts
+  land: those that the host has offered, and whose own expert the layer does not use. Nobody else reads or writes them
+  while the step lasts, provided that no other path runs in the same step.
 - The mailbox's payload is written by the device until it raises the request, then read by the CPU engine
   until that raises done, and done is reset by the device. So each has one writer at a time.
 """
@@ -20,7 +22,9 @@ import torch
 import triton
 
 from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
+from greenroom.experts.residency import ABSENT
 from greenroom.experts.sizing import count_fetch_slots
 from greenroom.experts.store import HostStore
 from greenroom.kernels.gpu.combine import combine_kernel
@@ -39,6 +43,7 @@ class DecodePath:
 
     Attributes:
         mailboxes: those that it posts to.
+        places: cache slots a layer that experts may land in, in a step.
         timed: whether the device has a clock that kernels can read.
         wait_limit_s: seconds that a layer waits for the CPU engine on a CPU device, where waiting blocks.
         lane_spans: int64 [layers, 8] in host memory, written by the device: nanoseconds of the device's clock
@@ -54,6 +59,8 @@ class DecodePath:
         mailboxes: Mailboxes,
         max_tokens: int,
         top_k: int,
+        places: int = 0,
+        cache_topk: int | None = None,
     ) -> None:
         """
         Args:
@@ -61,6 +68,8 @@ class DecodePath:
             slots: uint8 [slots, block_bytes] a layer, on the device.
             slot_of: int32 [layers, experts] on the device, the step's map.
             mailboxes: for this store, ``max_tokens`` and ``top_k``.
+            places: cache slots a layer that ``begin_step`` may offer; 0 for none.
+            cache_topk: only a token's so many heaviest choices may land; None for all.
         """
         device = slot_of.device
         self.device = device
@@ -84,6 +93,9 @@ class DecodePath:
         absent = any(len(held) < count for held, count in zip(slots, store.num_experts, strict=True))
         self._fetch_slots = count_fetch_slots(largest, entries) if absent else 1
         self._fetch_source = torch.zeros(self._fetch_slots, dtype=torch.int64, device=device)
+        self._fetch_target = torch.zeros(self._fetch_slots, dtype=torch.int64, device=device)
+        self.places = self._count_places(places)
+        self._leading = top_k if cache_topk is None else min(cache_topk, top_k)
         self._fetched = torch.empty(self._fetch_slots * largest if absent else 0, dtype=torch.uint8, device=device)
         self._fetch_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._gpu_ids = torch.zeros(pairs, dtype=torch.int32, device=device)
@@ -94,6 +106,18 @@ class DecodePath:
         # One table, so that one copy brings it: rows, then stream_parts.
         self._table = torch.zeros(max(store.num_experts) + 2, dtype=torch.int32, device=device)
         self._table_twin = torch.zeros(len(self._table), dtype=torch.int32, pin_memory=pin)
+        # Another one: every layer's appeal, then every layer's places.
+        counts, most = np.array(store.num_experts), max(store.num_experts)
+        self._offers_twin = torch.full(
+            (len(store) * (most + 3 * self.places),), ABSENT, dtype=torch.int32, pin_memory=pin
+        )
+        appeal, offered = self._split_offers(self._offers_twin)
+        # Until something is known the lower id comes first.
+        appeal.copy_(torch.from_numpy(np.maximum(counts[:, None] - 1 - np.arange(most)[None, :], 0)))
+        self._offers_views = appeal.numpy(), offered.numpy()
+        self._offers = self._offers_twin.to(device, copy=True)
+        self._appeal, self._places = self._split_offers(self._offers)
+        self._offering = False
         # Of each layer: end of dispatch, end of the experts read over PCIe, begin of combine.
         self._spans = torch.zeros(len(store), 4, dtype=torch.int64, device=device)
         self.lane_spans = torch.zeros(len(store), 8, dtype=torch.int64, pin_memory=pin)
@@ -103,19 +127,46 @@ class DecodePath:
         """Of buffers for experts and their activations."""
         return sum(t.numel() * t.element_size() for t in (self._fetched, self._act, self._partial))
 
-    def begin_step(self, rows: int, stream_parts: np.ndarray) -> None:
+    def begin_step(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
         """Enqueues what the step's kernels need to know. The copies of the step before must have been made.
 
         Args:
             rows: of the batch that are no padding; they come first.
             stream_parts: int32 [experts + 1], how many sixteenths of so many absent experts go over PCIe.
+            offers: cache slots for experts to land in; of each layer the first ``places``.
         """
+        self._publish_offers(offers)
         twin = self._table_twin.numpy()
         if twin[0] == rows and np.array_equal(twin[1 : 1 + len(stream_parts)], stream_parts):
             return
         twin[0] = rows
         twin[1 : 1 + len(stream_parts)] = stream_parts
         self._table.copy_(self._table_twin, non_blocking=True)
+
+    def _may_land(self, layer: int) -> bool:
+        return 0 < len(self._slots[layer]) < self._store.num_experts[layer]
+
+    def _count_places(self, wanted: int) -> int:
+        """Of ``wanted`` as many as there are slots in any layer, and as experts that a step copies."""
+        slots = [len(held) for layer, held in enumerate(self._slots) if self._may_land(layer)]
+        return min(wanted, self._fetch_slots, max(slots, default=0))
+
+    def _publish_offers(self, offers: Offers | None) -> None:
+        if offers is None and not self._offering:
+            return
+        self._offering = offers is not None
+        appeal, places = self._offers_views
+        if offers is None:
+            places[:] = ABSENT
+        else:
+            appeal[:] = offers.appeal
+            places[:] = offers.places[:, : self.places]
+        self._offers.copy_(self._offers_twin, non_blocking=True)
+
+    def _split_offers(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views: int32 [layers, experts] and [layers, places, 3]."""
+        layers, most = len(self._store), max(self._store.num_experts)
+        return table[: layers * most].view(layers, most), table[layers * most :].view(layers, self.places, 3)
 
     def run(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Enqueues one layer.
@@ -143,6 +194,7 @@ class DecodePath:
     ) -> None:
         box, (tokens, top_k) = self.mailboxes, ids.shape
         num_experts = self._store.num_experts[layer]
+        places = self.places if self._may_land(layer) else 0
         experts_pow2, pairs_pow2 = triton.next_power_of_2(num_experts), triton.next_power_of_2(tokens * top_k)
         dispatch_kernel[(1,)](
             hidden,
@@ -151,11 +203,14 @@ class DecodePath:
             self._table,
             self._slot_of[layer],
             self._table[1:],
+            self._appeal[layer],
+            self._places[layer] if places else self._offers,
             self._entry_address,
             self._entry_expert,
             self._entry_rows,
             self._entry_num,
             self._fetch_source,
+            self._fetch_target,
             self._gpu_ids,
             self._cpu_num,
             box.hidden[layer],
@@ -175,6 +230,8 @@ class DecodePath:
             HIDDEN=fmt.hidden,
             INTER=fmt.inter,
             FETCH_SLOTS=self._fetch_slots,
+            PLACES=places,
+            LEADING=self._leading,
             EXPERTS_POW2=experts_pow2,
             PAIRS_POW2=pairs_pow2,
             KEY_BITS=(2 * experts_pow2 * pairs_pow2).bit_length() - 1,
@@ -194,8 +251,8 @@ class DecodePath:
             self._fetch(fmt)
             self._compute(fmt, hidden, weights, tokens, layer, ALL)
         elif self._fetch_stream is None:
-            self._compute(fmt, hidden, weights, tokens, layer, RESIDENT)
             self._fetch(fmt)
+            self._compute(fmt, hidden, weights, tokens, layer, RESIDENT)
             self._compute(fmt, hidden, weights, tokens, layer, CROSSING)
         else:
             main = torch.cuda.current_stream(self.device)
@@ -208,8 +265,8 @@ class DecodePath:
 
     def _fetch(self, fmt: ExpertFormat) -> None:
         fetch_kernel[(triton.cdiv(fmt.block_bytes, 4 * _FETCH_STRETCH), self._fetch_slots)](
-            self._fetched.data_ptr(),
             self._fetch_source,
+            self._fetch_target,
             self._entry_num,
             fmt.block_bytes,
             STRETCH=_FETCH_STRETCH,

@@ -148,7 +148,9 @@ class DecodeSteps:
         finished, self._finished = self._finished, None
         if finished is None:
             return
-        self._manager.learn(StepRecord(finished.ids, finished.weights, finished.lanes[..., :3].sum(axis=0), finished.landing))
+        self._manager.learn(
+            StepRecord(finished.ids, finished.weights, finished.lanes[..., :3].sum(axis=0), finished.landing)
+        )
         self.split.observe(finished.times(self._inter, self.path.timed))
 
     def _keep(self) -> None:
@@ -168,9 +170,11 @@ class DecodeSteps:
 
     def _leave(self) -> None:
         """Closes a step of which nothing runs any more."""
-        if self._landing:
-            self._manager.take_landed(self._first.landed)
-        self._manager.leave_step()
+        try:
+            if self._landing:
+                self._manager.take_landed(self._first.landed)
+        finally:
+            self._manager.leave_step()
 
     def _disarm(self) -> None:
         for part in self._parts:

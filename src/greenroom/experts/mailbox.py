@@ -21,6 +21,9 @@ _LINE = 64
 _DIVIDED_WORD = 4
 """Of a request's line: the divided expert, and behind it the CPU's first row."""
 
+LANDED_WORD = 6
+"""Of a request's line: from here on, the experts that have landed in cache slots."""
+
 
 class Mailboxes:
     """Page-locked memory through which a device hands routed experts to the CPU engine, one mailbox a layer.
@@ -31,6 +34,8 @@ class Mailboxes:
       the engine clears it before it begins. Words 1 to 3: the device's statistics, which the engine does not read.
       Words 4 and 5: an expert that is divided between device and CPU, or -1 (at first) for none, and the first row
       of its inner width that the CPU computes, a multiple of 32 within the width. The CPU adds its down bias.
+      From word 6 on: for each slot that was offered the expert that has landed in it, or -1; the host sets them to -1
+      before a step.
     - ``done``: int32 [L, 16]. Word 0: 1 once ``out`` is complete (or the job failed). The device clears it.
     - ``hidden``: of each layer, [max_tokens, H] of its dtype.
     - ``ids``: int32 [L, max_tokens, K]. Every choice, for statistics; the engine does not read it.

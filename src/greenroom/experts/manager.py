@@ -13,9 +13,10 @@ from greenroom.experts.admission import Admission
 from greenroom.experts.cache import ExpertCache
 from greenroom.experts.counters import Counters
 from greenroom.experts.dispatch import CostModel, Dispatch
+from greenroom.experts.landing import MOST_PLACES, SLOT, Offers
 from greenroom.experts.layer import OffloadedExperts, RunLayer
 from greenroom.experts.policies import Policy
-from greenroom.experts.residency import ABSENT, Swap, most_wanted
+from greenroom.experts.residency import ABSENT, Swap, hold_back_replacements, most_wanted
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier, HostRouting
 
@@ -26,18 +27,23 @@ cache of Qwen3-30B-A3B filled so slowly that a step of a recorded trace took 20%
 _LEAST_WRITES = 2
 """So many may be under way however large experts are."""
 
+_WRITES_BESIDE_LANDING = 2
+"""Copies under way beside which no further resident is replaced by a copy, in decode steps whose experts land in
+passing: by a simulation more of them take more from the misses than they bring hits (docs/performance.md)."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
     """What all layers did in a step that ran without the host.
 
     ids: int32 [layers, T, K], -1 where there is no choice. weights: float32 [layers, T, K].
-    lanes: int [layers, 3], experts that were resident, streamed, on the CPU.
+    lanes: int [layers, 3], experts that were resident, streamed, on the CPU. landing: slots were offered to it.
     """
 
     ids: np.ndarray
     weights: np.ndarray
     lanes: np.ndarray
+    landing: bool = False
 
 
 class OffloadManager:
@@ -48,6 +54,7 @@ class OffloadManager:
     Attributes:
         layers: one ``OffloadedExperts`` for each layer of the store.
         runs_without_host: inside ``without_host``.
+        places: slots a layer that are offered to a decode step, for experts to land in.
     """
 
     def __init__(
@@ -89,6 +96,8 @@ class OffloadManager:
         self._counting = True
         self._valid_rows: np.ndarray | None = None
         self.runs_without_host = False
+        self.places = min(update_expert_num, MOST_PLACES)
+        self._offers: Offers | None = None
         self._preload()
 
     def __enter__(self) -> "OffloadManager":
@@ -164,7 +173,29 @@ class OffloadManager:
         try:
             self.tier.abandon_step()
         finally:
+            self.counters.add_all(evictions=self.cache.settle(None)[1])
             self._clear_step()
+
+    def offer(self) -> Offers:
+        """Lets the decode step that has begun write cache slots of its choice, until ``take_landed``."""
+        if self._offers is None:
+            self._offers = self._choose_offers()
+        offers = self._offers.still_there(self.cache.expert_in, self.cache.may_be_offered(), self.places)
+        self.cache.offer(offers.places[:, :, SLOT])
+        return offers
+
+    def take_landed(self, landed: np.ndarray) -> None:
+        """The step has ended; for the next one, what has landed is in the map.
+
+        Args:
+            landed: int [layers, places], the expert in each place that was offered, ABSENT for none.
+        """
+        entered, left = self.cache.settle(landed)
+        self.counters.add_all(landed=entered, evictions=left)
+
+    def _choose_offers(self) -> Offers:
+        # Twice as many as a step is offered: the one that runs may take as many.
+        return self.admission.offers(self.cache, 2 * self.places)
 
     def leave_step(self) -> None:
         """Closes a step whose end the tier has been told already; ``learn`` may follow later."""
@@ -178,7 +209,9 @@ class OffloadManager:
         resident, streamed, cpu = record.lanes.T
         self.counters.add_all(hits=resident, misses=streamed + cpu, streamed=streamed, cpu=cpu)
         self.admission.record_all(record.ids, record.weights)
-        self._admit()
+        self._admit(record.landing)
+        if self._offers is not None:
+            self._offers = self._choose_offers()
 
     @contextmanager
     def without_host(self, run: RunLayer) -> Iterator[None]:
@@ -207,14 +240,17 @@ class OffloadManager:
         self.tier.close()
         self.store.close()
 
-    def _admit(self) -> None:
+    def _admit(self, landing: bool = False) -> None:
         """Starts the copies that the step makes worth while, as long as those under way are few.
 
         More would take the link from the misses of the next steps for longer than they help; what is
         worth a slot will be asked for again.
         """
         under_way = int(self.cache.being_written().sum())
-        for layer, swap in most_wanted(self.admission.end_step(self.cache), self._most_writes - under_way):
+        swaps = self.admission.end_step(self.cache)
+        if landing:
+            swaps = hold_back_replacements(swaps, _WRITES_BESIDE_LANDING - under_way)
+        for layer, swap in most_wanted(swaps, self._most_writes - under_way):
             self._start(layer, swap)
 
     def _start(self, layer: int, swap: Swap) -> None:

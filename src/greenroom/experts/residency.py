@@ -71,6 +71,12 @@ def choose_swaps(
     return swaps
 
 
+def hold_back_replacements(swaps: list[tuple[int, Swap]], room: int) -> list[tuple[int, Swap]]:
+    """All swaps that fill free slots, and of the others the ``room`` that gain most."""
+    fills = [swap for swap in swaps if swap[1].victim == ABSENT]
+    return fills + most_wanted([swap for swap in swaps if swap[1].victim != ABSENT], room)
+
+
 def most_wanted(swaps: list[tuple[int, Swap]], room: int) -> list[tuple[int, Swap]]:
     """The ``room`` swaps of all layers that gain most; those that fill free slots come before others.
 

@@ -4,6 +4,9 @@ import numpy as np
 
 from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
+from greenroom.experts.landing import Offers
+from greenroom.experts.mailbox import LANDED_WORD
+from greenroom.experts.residency import ABSENT
 
 
 class StepPart:
@@ -12,8 +15,8 @@ class StepPart:
     Attributes:
         rows: of the last step that are no padding.
         ids: int32 [layers, most rows, K]. weights: float32 [layers, most rows, K]. lanes: int32 [layers, 5], see
-            ``Mailboxes.request``. busy_ns: int64 [layers]. spans: int64 [layers, 8]. All views of what the device and
-            the CPU engine write.
+            ``Mailboxes.request``. landed: int32 [layers, places], the same. busy_ns: int64 [layers]. spans: int64
+            [layers, 8]. All views of what the device and the CPU engine write.
     """
 
     def __init__(self, path: DecodePath) -> None:
@@ -24,13 +27,16 @@ class StepPart:
         self.ids = boxes.ids.numpy()
         self.weights = boxes.weights.numpy()
         self.lanes = boxes.request.numpy()[:, 1:6]
+        self.landed = boxes.request.numpy()[:, LANDED_WORD : LANDED_WORD + path.places]
         self.busy_ns = boxes.busy_ns.numpy()[:, 0]
         self.spans = path.lane_spans.numpy()
 
-    def begin(self, rows: int, stream_parts: np.ndarray) -> None:
+    def begin(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
         """See ``DecodePath.begin_step``; the CPU engine looks for requests from here on."""
         self.rows = rows
-        self.path.begin_step(rows, stream_parts)
+        # Also of layers that the step leaves out.
+        self.landed[:] = ABSENT
+        self.path.begin_step(rows, stream_parts, offers)
         self.path.mailboxes.arm()
 
     def failure(self) -> EngineError | None:

@@ -46,6 +46,14 @@ class ExpertUsage:
         self.total += share
         self.last_used[share > 0] = self.step
 
+    def if_all_were_used(self) -> "ExpertUsage":
+        """What this would be had one token of the step chosen every expert, each as its only choice."""
+        other = ExpertUsage(*self.frequency.shape)
+        other.step = self.step
+        other.frequency, other.total = self.frequency + 1, self.total + 1
+        other.last_used[:] = self.step
+        return other
+
     def advance(self) -> None:
         """Ends the step."""
         self.frequency *= DECAY

@@ -78,7 +78,14 @@ class GpuStepDriver(StepDriver):
         self._mailboxes = Mailboxes(experts.engine, manager.store, MAX_GRAPH_TOKENS, experts.top_k, pin_memory=on_gpu)
         slot_of = manager.tier.device_map(manager.cache.slot_of)
         self._path = DecodePath(
-            manager.store, manager.tier.slots, slot_of, self._mailboxes, MAX_GRAPH_TOKENS, experts.top_k
+            manager.store,
+            manager.tier.slots,
+            slot_of,
+            self._mailboxes,
+            MAX_GRAPH_TOKENS,
+            experts.top_k,
+            manager.places,
+            manager.admission.cache_topk,
         )
         self._steps = DecodeSteps(manager, self._path, self._mailboxes)
         self._hostless = False
@@ -146,7 +153,7 @@ class GpuStepDriver(StepDriver):
 
     def _hostless_step(self, tokens: int, work: Callable[[], T]) -> T:
         steps = self._steps
-        steps.begin(tokens if self.rows is None else min(self.rows, tokens))
+        steps.begin(tokens if self.rows is None else min(self.rows, tokens), land=self.rows is not None)
         try:
             result = work()
             steps.enqueued()
@@ -224,7 +231,7 @@ class GpuStepDriver(StepDriver):
         }
         tokens = 1
         while tokens <= MAX_GRAPH_TOKENS:
-            self._steps.begin(tokens)
+            self._steps.begin(tokens, land=False)
             for layer in kinds.values():
                 fmt = store.formats[layer]
                 hidden = torch.zeros(tokens, fmt.hidden, dtype=fmt.dtype, device=self._device)

@@ -1,9 +1,12 @@
 """The dispatch kernel: one thread block decides where each expert of a layer runs, and posts the CPU's share.
 
 It is the decision of ``greenroom.experts.dispatch`` made on the device, without the host: resident experts
-run from their slots; of the absent ones the first few, most pairs first, cross PCIe; the rest go to the CPU.
+run from their slots; of the absent ones the first few cross PCIe, those with most pairs and then most appeal
+first; the rest go to the CPU.
 Between the two at most one expert is divided: the GPU takes its first rows of the inner width and the CPU the
 others, since a token or two need so few experts that whole ones would leave one side waiting.
+
+Of those that cross whole some may land in cache slots, as far as the host offers any, instead of the fetch buffer.
 """
 
 import triton
@@ -18,6 +21,9 @@ PARTS = tl.constexpr(16)
 _PART_ROWS = tl.constexpr(32)
 """A divided expert is cut at multiples of so many rows of its inner width: CPU kernels work on tiles."""
 
+LANDED_WORD = tl.constexpr(6)
+"""Of a request's line: from here on, which expert lands in each of the places that were offered."""
+
 
 @triton.jit
 def dispatch_kernel(
@@ -27,11 +33,14 @@ def dispatch_kernel(
     rows,
     slot_of,
     stream_parts,
+    appeal,
+    places,
     entry_address,
     entry_expert,
     entry_rows,
     entry_num,
     fetch_source,
+    fetch_target,
     gpu_ids,
     cpu_num,
     box_hidden,
@@ -51,6 +60,8 @@ def dispatch_kernel(
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     FETCH_SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    LEADING: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     PAIRS_POW2: tl.constexpr,
     KEY_BITS: tl.constexpr,
@@ -64,20 +75,26 @@ def dispatch_kernel(
         rows: int32 [1], rows that are no padding; they come first. Others are routed nowhere.
         slot_of: int32 [NUM_EXPERTS], slot or -1.
         stream_parts: int32 [NUM_EXPERTS + 1], how many parts of so many absent experts cross PCIe.
+        appeal: int32 [NUM_EXPERTS], a permutation of 0 to NUM_EXPERTS - 1.
+        places: int32 [PLACES, 3]: a slot or -1, the expert in it or -1, and the least appeal to land there. A slot
+            whose expert the batch uses is no place.
         entry_address, entry_expert, entry_rows: written: int64, int32, int32 [entries], the experts that the
             GPU computes, those that cross PCIe first, and how many rows of the inner width each has there.
         entry_num: written: int32 [3]: entries in all, those that cross PCIe, those to be copied.
-        fetch_source: written: int64 [FETCH_SLOTS], where the first entries are to be copied from; they count
-            as being in the fetch buffer. Entries beyond it are read where they lie.
+        fetch_source, fetch_target: written: int64 [FETCH_SLOTS], where the first entries are to be copied from and
+            to; they count as being there. Entries beyond are read where they lie.
         gpu_ids: written: int32 [TOKENS, TOP_K], the GPU's choices, -1 elsewhere.
         cpu_num: written: int32 [1], experts that the CPU computes.
         box_*: the layer's mailbox, in host memory. Behind the request word come the numbers of experts that
             are resident, streamed, and left to the CPU (a divided one counts here), then the divided expert
-            (-1 for none) and the CPU's first row of its inner width.
+            (-1 for none) and the CPU's first row of its inner width, then for each place the expert that lands there,
+            or -1.
         spans: int64 [>= 3], the device's clock; the first is written here.
         slot_base, host_base, fetch_base: addresses of the layer's first slot, of its first expert in host
             memory, and of the fetch buffer.
         block_bytes: from one expert to the next, in all three.
+        PLACES: at most FETCH_SLOTS.
+        LEADING: only a token's so many heaviest choices land.
         KEY_BITS: of EXPERTS_POW2 * PAIRS_POW2 * 2.
     """
     count_rows = tl.load(rows)
@@ -98,8 +115,9 @@ def dispatch_kernel(
     wanted = parts // PARTS
     divided_rows = parts % PARTS * INTER // PARTS // _PART_ROWS * _PART_ROWS
 
-    # Most pairs first, then the lower id. Keys are unique, so exactly ``wanted`` of them reach the threshold.
-    key = tl.where(absent, pairs_of * EXPERTS_POW2 + (EXPERTS_POW2 - 1 - expert), -1)
+    # Most pairs first, then most appeal. Keys are unique, so exactly ``wanted`` of them reach the threshold.
+    rank = tl.load(appeal + expert, mask=expert < NUM_EXPERTS, other=-1)
+    key = tl.where(absent, pairs_of * EXPERTS_POW2 + rank, -1)
     threshold = 0
     for bit in tl.static_range(KEY_BITS):
         candidate = threshold + (1 << (KEY_BITS - 1 - bit))
@@ -115,19 +133,45 @@ def dispatch_kernel(
     crossing_num = streamed_num + divided_num
     on_gpu = resident | streamed | divided
 
-    place = tl.where(
+    waiting = tl.where(streamed, rank, -1)
+    if LEADING < TOP_K:
+        weight = tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)
+        heavier = tl.zeros((PAIRS_POW2,), tl.int32)
+        for k in tl.static_range(TOP_K):
+            other = tl.load(weights + pair // TOP_K * TOP_K + k, mask=real, other=0.0).to(tl.float32)
+            heavier += ((other > weight) | ((other == weight) & (k < pair % TOP_K))).to(tl.int32)
+        waiting = tl.where(tl.histogram(safe, EXPERTS_POW2, mask=routed & (heavier < LEADING)) > 0, waiting, -1)
+    landing = tl.full((EXPERTS_POW2,), -1, tl.int32)
+    for number in tl.static_range(PLACES):
+        offered = tl.load(places + 3 * number)
+        inside = tl.load(places + 3 * number + 1)
+        least = tl.load(places + 3 * number + 2)
+        read = tl.sum((used & (expert == inside)).to(tl.int32), axis=0)
+        best = tl.max(waiting, axis=0)
+        lands = (waiting == best) & (best >= 0) & (best >= least) & (offered >= 0) & (read == 0)
+        tl.store(box_request + LANDED_WORD + number, tl.max(tl.where(lands, expert, -1), axis=0))
+        landing = tl.where(lands, offered, landing)
+        waiting = tl.where(lands, -1, waiting)
+    lands = landing >= 0
+    others = streamed & (landing < 0)
+
+    # Those that land come first: they must be copied, not read where they lie.
+    entry = tl.where(
         resident,
         crossing_num + tl.cumsum(resident.to(tl.int32), 0) - 1,
-        tl.where(divided, streamed_num, tl.cumsum(streamed.to(tl.int32), 0) - 1),
+        tl.where(divided, streamed_num, tl.sum(lands.to(tl.int32), axis=0) + tl.cumsum(others.to(tl.int32), 0) - 1),
     )
+    entry = tl.where(lands, tl.cumsum(lands.to(tl.int32), 0) - 1, entry)
     in_host = host_base + expert.to(tl.int64) * block_bytes
-    fetched = streamed & (place < FETCH_SLOTS)
-    tl.store(fetch_source + place, in_host, mask=fetched)
-    address = tl.where(resident, slot_base + slot.to(tl.int64) * block_bytes, in_host)
-    address = tl.where(fetched, fetch_base + place.to(tl.int64) * block_bytes, address)
-    tl.store(entry_address + place, address, mask=on_gpu)
-    tl.store(entry_expert + place, expert, mask=on_gpu)
-    tl.store(entry_rows + place, tl.where(divided, divided_rows, INTER), mask=on_gpu)
+    fetched = streamed & (entry < FETCH_SLOTS)
+    in_slot = slot_base + tl.where(lands, landing, slot).to(tl.int64) * block_bytes
+    in_buffer = fetch_base + entry.to(tl.int64) * block_bytes
+    address = tl.where(resident | lands, in_slot, tl.where(fetched, in_buffer, in_host))
+    tl.store(fetch_source + entry, in_host, mask=fetched)
+    tl.store(fetch_target + entry, address, mask=fetched)
+    tl.store(entry_address + entry, address, mask=on_gpu)
+    tl.store(entry_expert + entry, expert, mask=on_gpu)
+    tl.store(entry_rows + entry, tl.where(divided, divided_rows, INTER), mask=on_gpu)
     tl.store(entry_num, crossing_num + resident_num)
     tl.store(entry_num + 1, crossing_num)
     tl.store(entry_num + 2, tl.minimum(streamed_num, FETCH_SLOTS))

@@ -1,0 +1,84 @@
+"""Landing in passing: which cache slots a decode step may give to experts that cross PCIe in it. Pure.
+
+An expert that the device copies from host memory anyway may be copied into a cache slot instead of a buffer; then it
+needs no copy of its own to enter the cache. The slot may still hold an expert: the step takes it only if it does not
+use that one, and if the newcomer is worth more. So the device decides, by ranks that the host has made of scores.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenroom.experts.residency import ABSENT
+
+MOST_PLACES = 4
+"""Slots that a layer's experts may land in a step at most: the device looks at them one after another."""
+
+SLOT, RESIDENT, LEAST = range(3)
+"""Columns of ``Offers.places``."""
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What the device has to know.
+
+    appeal: int32 [layers, experts], ranks within each layer from 0: the higher, the likelier is an expert that the
+        step uses to be used again, and the rather it shall cross PCIe.
+    places: int32 [layers, places, 3], a slot, the expert in it or ABSENT, and the least appeal that an expert must
+        have to land there. In the order in which they shall be taken; a slot of ABSENT is no place.
+    """
+
+    appeal: np.ndarray
+    places: np.ndarray
+
+    def still_there(self, expert_in: np.ndarray, writable: np.ndarray, count: int) -> "Offers":
+        """The first ``count`` places of each layer whose slots are as they were when they were chosen.
+
+        Args:
+            expert_in: int [layers, slots], the slots' experts.
+            writable: bool [layers, slots], slots that no copy is writing.
+        """
+        slot = self.places[:, :, SLOT]
+        rows = np.arange(len(slot))[:, None]
+        same = (slot != ABSENT) & writable[rows, slot] & (expert_in[rows, slot] == self.places[:, :, RESIDENT])
+        first = np.argsort(~same, axis=1, kind="stable")[:, :count]
+        places = self.places[rows, first]
+        places[~same[rows, first]] = ABSENT
+        return Offers(self.appeal, places)
+
+
+def choose_offers(
+    scores: np.ndarray,
+    if_used: np.ndarray,
+    expert_in: np.ndarray,
+    writable: np.ndarray,
+    arriving: np.ndarray,
+    count: int,
+    margin: float = 1.0,
+) -> Offers:
+    """Empty slots first, then those of the residents with the lowest scores.
+
+    Args:
+        scores: float [layers, experts].
+        if_used: the same, as they would be had the step used every expert; infinite behind a layer's last expert.
+        expert_in: int [layers, slots], ABSENT where a slot is empty.
+        writable: bool [layers, slots], slots that may be offered.
+        arriving: bool [layers, experts], experts on their way into a slot already, which need no other one.
+        count: places a layer.
+        margin: a newcomer must have more than so many times the resident's score.
+    """
+    layers, experts = scores.shape
+    worth = np.where(arriving, -np.inf, if_used)
+    # Backwards, so that of equals the lower id ranks higher.
+    order = experts - 1 - np.lexsort((scores[:, ::-1], worth[:, ::-1]), axis=1)
+    appeal = np.empty((layers, experts), dtype=np.int32)
+    np.put_along_axis(appeal, order, np.arange(experts, dtype=np.int32)[None, :], axis=1)
+    held = np.where(expert_in == ABSENT, -np.inf, np.take_along_axis(scores, np.maximum(expert_in, 0), axis=1))
+    slot = np.argsort(np.where(writable, held, np.inf), axis=1, kind="stable")[:, :count]
+    worst = np.take_along_axis(held, slot, axis=1)
+    places = np.empty((*slot.shape, 3), dtype=np.int32)
+    places[:, :, SLOT] = slot
+    places[:, :, RESIDENT] = np.take_along_axis(expert_in, slot, axis=1)
+    places[:, :, LEAST] = (worth[:, None, :] <= margin * worst[:, :, None]).sum(axis=2)
+    places[~np.take_along_axis(writable, slot, axis=1)] = ABSENT
+    return Offers(appeal, places)
