@@ -348,11 +348,14 @@ class TestFailures:
     def test_a_runner_of_no_use_ends_the_engine(self, opened) -> None:
         class Broken(GatedRunner):
             def run(self, chunks):
+                assert self.open.wait(WAIT_S)
                 raise EngineError("given up")
 
         runner = Broken(max_sequences=1, num_blocks=40, vocabulary=VOCAB)
+        runner.open.clear()
         engine = opened(runner)
         clients = [ask(engine)[0] for _ in range(5)]
+        runner.open.set()
         errors = [str(client.result().error) for client in clients]
         assert errors[0] == "given up"
         assert "3 forward passes in a row failed" in errors[-1]

@@ -77,6 +77,24 @@ def test_each_row_is_what_its_request_gets_alone_in_float64(batch, seed, ties) -
         check_logprob(row.params.logprobs, values, choice)
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_rows_among_themselves_get_what_they_get_beside_others(dtype, device) -> None:
+    logits = random_logits(8, 3).round().to(dtype).to(device)  # equal ones are common
+    for row, value in enumerate((math.nan, math.inf, -math.inf)):
+        logits[row, 5 + row] = value
+    logits[3] = -math.inf
+    logits[4, :] = math.nan
+    greedy, other = Row(SamplingParams(temperature=0), 1, 0, [1]), Row(SamplingParams(logprobs=0), 1, 0, [1])
+    alone = sample(logits, [greedy] * 8)
+    assert alone == sample(torch.cat([logits, logits[:1]]), [greedy] * 8 + [other])[:8]
+    assert [choice.token is None for choice in alone] == [True, True, False, True, True, False, False, False]
+    assert alone[5].token == logits[5].tolist().index(logits[5].max().item()), "of equal ones the first"
+
+
 def check_logprob(count, logits, choice) -> None:
     if count is None:
         assert choice.logprob is None

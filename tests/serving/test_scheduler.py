@@ -349,7 +349,7 @@ class TestHostMemory:
         sequence = add(scheduler, 0, 9)
         step(scheduler)
         kind, job, blocks = offload.begun[0]
-        assert (kind, blocks) == ("store", sequence.blocks[:2])
+        assert (kind, blocks) == ("store", [*sequence.blocks[:2]])
         scheduler.finish(sequence)
         assert scheduler.pool.used == 2
         offload.ended = Transfers(failed=(job,))

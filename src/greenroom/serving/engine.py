@@ -179,7 +179,6 @@ class ServingEngine:
                 if self._facts.device.type == "cuda":
                     torch.cuda.set_device(self._facts.device)
                 while self._take_news():
-                    self._publish()
                     self._loop.step()
                     self._publish()
             except Exception as error:
@@ -198,13 +197,17 @@ class ServingEngine:
             self._loop.add(accepted)
         for request_id in cancelled:
             self._loop.cancel(request_id)
+        if inbox or cancelled:
+            self._publish()
         return not closing
 
     def _publish(self) -> None:
+        stats, ended = self._loop.stats(), self._loop.take_ended()
         with self._changed:
-            self._stats = self._loop.stats()
-            self._unfinished.difference_update(self._loop.take_ended())
-            self._changed.notify_all()
+            self._stats = stats
+            if ended:
+                self._unfinished.difference_update(ended)
+                self._changed.notify_all()
 
     def _give_up(self, error: Exception) -> None:
         failure = error if isinstance(error, GreenroomError) else EngineError(f"the engine failed: {error!r}")

@@ -1,5 +1,6 @@
 """PrefixReuse: what a request finds of its beginning in the KV blocks of others, and what it leaves to them."""
 
+from array import array
 from collections.abc import Callable
 
 from greenroom.kv.blocks import BlockPool
@@ -67,7 +68,7 @@ class PrefixReuse:
         self._pool.acquire(found)
         end = start + len(found)
         self._pool.release(sequence.blocks[start:end])
-        sequence.blocks[start:end] = found
+        sequence.blocks[start:end] = array("q", found)
         sequence.registered, sequence.computed = end, end * self._size
 
     def _adopt_part(self, sequence: Sequence) -> None:
@@ -89,7 +90,7 @@ class PrefixReuse:
         """Copies ``source`` into the sequence's own block at ``place``; False if there is none to be had for it."""
         self._pool.acquire([source])  # or it might be the one that is given away for the copy
         if place == len(sequence.blocks):
-            sequence.blocks += self._pool.allocate(1) or []
+            sequence.blocks.extend(self._pool.allocate(1) or [])
         has_own = place < len(sequence.blocks)
         if has_own:
             self._copy_block(source, sequence.blocks[place])

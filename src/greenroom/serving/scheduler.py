@@ -10,7 +10,7 @@ from greenroom.kv.base import KVOffload
 from greenroom.kv.blocks import BlockPool
 from greenroom.serving.budget import share_tokens
 from greenroom.serving.reuse import PrefixReuse
-from greenroom.serving.sequence import Sequence
+from greenroom.serving.sequence import Sequence, no_blocks
 from greenroom.serving.transfers import BlockTransfers
 
 
@@ -178,7 +178,8 @@ class Scheduler:
                 self.pool.release(found)
                 return
             self.waiting.pop(0)
-            sequence.blocks, sequence.registered = found, len(found)
+            sequence.blocks.extend(found)  # it had none
+            sequence.registered = len(found)
             sequence.computed = len(found) * self.limits.block_size
             if not self._transfers.load(sequence, keys):
                 self._note_cached(sequence)
@@ -207,7 +208,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += blocks
+        sequence.blocks.extend(blocks)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -220,7 +221,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._reuse.register_tail(sequence)
         self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        sequence.blocks = no_blocks()
         sequence.computed = sequence.registered = 0
 
     def _note_cached(self, sequence: Sequence) -> None:
@@ -233,7 +234,7 @@ class Scheduler:
 
 def _planned(sequence: Sequence, count: int) -> Planned:
     start, end = sequence.computed, sequence.computed + count
-    chunk = SequenceChunk(sequence.tokens[start:end], start, tuple(sequence.blocks))
+    chunk = SequenceChunk(sequence.tokens[start:end], start, sequence.blocks[:])
     return Planned(sequence, chunk, end == len(sequence.tokens))
 
 

@@ -1,8 +1,14 @@
 """A request as the scheduler sees it: tokens, and blocks for their keys and values."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from greenroom.kv.prefix import START, BlockKey
+
+
+def no_blocks() -> "array[int]":
+    """An empty ``Sequence.blocks``."""
+    return array("q")
 
 
 @dataclass(eq=False)
@@ -14,7 +20,7 @@ class Sequence:
         tokens: prompt and output so far.
         prompt_tokens: length of the prompt.
         computed: tokens whose keys and values are in ``blocks``.
-        blocks: KV blocks, in order; the sequence has a reference to each.
+        blocks: KV blocks, in order, int64; the sequence has a reference to each. An array, since every pass copies it.
         keys: names of the first full blocks of ``tokens``.
         registered: of ``blocks``, those at the front that have been registered or found under their keys.
         cached_tokens: of the prompt, those that others had computed, up to its first preemption; None before it was
@@ -26,7 +32,7 @@ class Sequence:
     tokens: list[int]
     prompt_tokens: int = 0
     computed: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: "array[int]" = field(default_factory=no_blocks)
     keys: list[BlockKey] = field(default_factory=list)
     registered: int = 0
     cached_tokens: int | None = None

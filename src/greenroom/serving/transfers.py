@@ -3,7 +3,7 @@
 from greenroom.kv.base import KVOffload
 from greenroom.kv.blocks import BlockPool
 from greenroom.kv.prefix import BlockKey
-from greenroom.serving.sequence import Sequence
+from greenroom.serving.sequence import Sequence, no_blocks
 
 
 class BlockTransfers:
@@ -49,7 +49,7 @@ class BlockTransfers:
         blocks = self._pool.allocate(count) if count else None
         if blocks is None:
             return False
-        sequence.blocks += blocks
+        sequence.blocks.extend(blocks)
         self._loads[self._offload.start_load(keys[:count], blocks)] = sequence
         return True
 
@@ -80,6 +80,6 @@ class BlockTransfers:
         for job, other in self._loads.items():
             if other is sequence:
                 del self._loads[job]
-                self._held[job] = sequence.blocks
-                sequence.blocks = []
+                self._held[job] = [*sequence.blocks]
+                sequence.blocks = no_blocks()
                 return
