@@ -103,6 +103,48 @@ def test_decode_counts_what_it_did(slots):
     json.dumps(result.to_dict())
 
 
+@pytest.mark.parametrize("dbo", ["off", "auto"])
+def test_decode_as_it_is_served(dbo):
+    result = bench_decode("small", 3, CPU, "uniform", steps=2, repeats=2, dbo=dbo).to_dict()
+    assert (result["bench"], result["batch"], result["hit_rate"]) == ("decode", 3, 0)
+    block = shape_config("small").hidden_size * shape_config("small").moe_intermediate_size * 3 * 2
+    assert 4 * 2 * block <= result["miss_bytes"] <= 3 * 2 * 4 * block
+    because = "decode steps are no graphs, since the model runs on the CPU, which has no graphs"
+    assert result["dbo"]["mode"] == dbo
+    if dbo == "auto" and not torch.cuda.is_available():
+        assert result["dbo"] == {"mode": "auto", "off_because": because, "choices": []}
+    json.dumps(result)
+    assert bench_decode("small", 1, CPU, "uniform", steps=1, repeats=1).dbo is None
+
+
+def test_halves_go_on_from_places_of_their_own(model, tmp_path):
+    """Those of one batch run at once, so neither may move the other's; and they must not choose alike."""
+    trace = np.random.default_rng(0).integers(0, 16, (50, 2, 4))
+    np.save(tmp_path / "trace.npy", trace)
+    override_routing(model, str(tmp_path / "trace.npy"))
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    seen: dict[str, list[list[int]]] = {"first": [], "second": []}
+
+    class Half:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+            if layer == 0:
+                seen[self.name] += ids.tolist()
+            return hidden
+
+    manager = offload_of(model).manager
+    halves = [Half("first"), Half("second")]
+    for _ in range(3):
+        for half in halves:
+            with manager.without_host(half.run):
+                for layer in layers:
+                    layer(torch.zeros(5, 128, dtype=torch.bfloat16), torch.zeros(5, 4).long(), torch.zeros(5, 4))
+    assert seen["first"] == trace[:15, 0].tolist()
+    assert seen["second"] == trace[25:40, 0].tolist()
+
+
 def test_prefill_and_bad_arguments():
     result = bench_prefill("small", 1, 32, CPU, "own", repeats=2)
     assert (result.bench, result.tokens) == ("prefill", 32)

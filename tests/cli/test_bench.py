@@ -164,12 +164,14 @@ def test_kv_as_a_table(runner, fake_bench):
     assert "blocks, prefix or all" in refused.stderr
 
 
-@pytest.mark.parametrize(("flags", "graph"), [([], True), (["--eager"], False)])
-def test_eager_decode(runner, fake_bench, flags, graph):
+@pytest.mark.parametrize(
+    ("flags", "graph", "dbo"), [([], True, None), (["--eager"], False, None), (["--dbo", "auto"], True, "auto")]
+)
+def test_ways_of_decode(runner, fake_bench, flags, graph, dbo):
     calls = fake_bench("model", "bench_decode", result_of(value=1.0))
     result = runner.invoke(app, ["bench", "decode", *flags, "--json"])
     assert result.exit_code == 0, result.output
-    assert calls[0][1] == {"graph": graph}
+    assert calls[0][1] == {"graph": graph, "dbo": dbo}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,11 @@ def test_eager_decode(runner, fake_bench, flags, graph):
     [
         "handoff --batch 0",
         "handoff --batch 33",
+        "decode --shape small --dbo maybe",
+        "decode --shape small --dbo off --eager",
+        "decode --shape small --dbo off --batch 33",
+        "decode --shape small --dbo on --device cpu",
+        "decode --shape small --dbo on --batch 1",
         "handoff --layers 0",
         "handoff --context-num-threads 0",
         "handoff --isa mmx",

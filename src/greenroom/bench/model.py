@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from greenroom.bench.bandwidth import measure_bandwidth
 from greenroom.bench.experts import cpu_name
+from greenroom.bench.served import ServedDecode
 from greenroom.bench.shapes import shape_config
 from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
 from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.dbo import check_dbo
 from greenroom.engine.offload import Offload, close, offload_of
 from greenroom.errors import ConfigError
 
@@ -29,6 +31,7 @@ class ModelBenchmark:
     miss_bytes: expert bytes a step (or prefill) that had no slot, on average. weight_bytes: of other weights, offloaded
     as ``weights_offload`` says, that cross to the device in each. bound: tokens a second if nothing took time but those
     bytes, over both lanes at once with the rates in ``bound_from`` (GB/s); None without any.
+    dbo: of decode as ``serve`` runs it, what was asked for and chosen (see ``engine.dbo``); None for any other.
     """
 
     bench: str
@@ -51,6 +54,7 @@ class ModelBenchmark:
     cpu: str
     weights_offload: str
     weight_bytes: int
+    dbo: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -58,14 +62,31 @@ class ModelBenchmark:
 
 
 def bench_decode(
-    shape: str, batch: int, knobs: OffloadConfig, routing: str, steps: int = 16, repeats: int = 5, graph: bool = True
+    shape: str,
+    batch: int,
+    knobs: OffloadConfig,
+    routing: str,
+    steps: int = 16,
+    repeats: int = 5,
+    graph: bool = True,
+    dbo: str | None = None,
 ) -> ModelBenchmark:
     """Times ``repeats`` runs of ``steps`` decode steps of ``batch`` sequences.
 
     On a GPU each step is a CUDA graph; with ``graph=False``, and without a GPU, the host decides layer by layer.
+
+    Args:
+        dbo: steps are run as ``serve`` runs them, and batches as two halves at once: "auto", "on" or "off". None: as
+            ``generate`` runs them.
     """
     _require_positive(batch=batch, steps=steps, repeats=repeats)
+    if dbo is not None:
+        check_dbo(dbo)
+        if not graph:
+            raise ConfigError("dbo is about decode graphs; leave out eager")
     with _Bench("decode", shape, batch, steps, knobs, routing) as bench:
+        if dbo is not None:
+            return _bench_served_decode(bench, batch, steps, repeats, dbo)
         if not graph or bench.model.device.type != "cuda":
             return _bench_eager_decode(bench, batch, steps, repeats)
         from greenroom.engine.step_runner import StepRunner  # needs triton, which only GPU builds of torch bring
@@ -93,6 +114,20 @@ def _bench_eager_decode(bench: "_Bench", batch: int, steps: int, repeats: int) -
             token = bench.forward(token, cache)
 
     return bench.measure(run, batch * steps, steps, repeats)
+
+
+def _bench_served_decode(bench: "_Bench", batch: int, steps: int, repeats: int, dbo: str) -> ModelBenchmark:
+    served = ServedDecode(bench.model, batch, _CONTEXT, steps * (repeats + _WARM_UP), dbo)
+    try:
+
+        def run() -> None:
+            for _ in range(steps):
+                served.step()
+
+        result = bench.measure(run, batch * steps, steps, repeats)
+        return replace(result, dbo=served.dbo.to_dict())
+    finally:
+        served.close()
 
 
 def bench_prefill(

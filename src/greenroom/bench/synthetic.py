@@ -13,6 +13,7 @@ from greenroom.engine.attach import RoutedExperts, replace_experts
 from greenroom.engine.inspect import inspect_model
 from greenroom.engine.offload import Request, offload_experts
 from greenroom.errors import ConfigError
+from greenroom.experts.layer import RunLayer
 from greenroom.experts.store import HostStore
 
 _STD = 0.02
@@ -58,10 +59,6 @@ def fill_with_noise(store: HostStore, seed: int) -> None:
             blocks[expert].copy_(pool[offset : offset + fmt.block_bytes])
 
 
-Router = Callable[[torch.Tensor, int], torch.Tensor]
-"""(ids as the model chose them [T, K], layer) -> int64 [T, K] to use instead."""
-
-
 def override_routing(model: PreTrainedModel, name: str) -> None:
     """Replaces the router's choices, so that the bytes moved are known.
 
@@ -79,12 +76,14 @@ def override_routing(model: PreTrainedModel, name: str) -> None:
     table = _uniform(len(layers), layers[0].num_experts) if name == "uniform" else _read_trace(Path(name), len(layers))
     router = _Replay(table)
     for number, module in enumerate(layers):
-        module.forward = _overridden(module.forward, router, number)  # type: ignore[method-assign]
+        module.forward = _overridden(module, router, number)  # type: ignore[method-assign]
 
 
-def _overridden(forward: Callable[..., torch.Tensor], router: Router, layer: int) -> Callable[..., torch.Tensor]:
+def _overridden(module: RoutedExperts, router: "_Replay", layer: int) -> Callable[..., torch.Tensor]:
+    forward = module.forward
+
     def with_routing(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        chosen = router(ids, layer)
+        chosen = router(ids, layer, module.offloaded.run_instead if module.offloaded is not None else None)
         return forward(hidden, chosen, weights[:, : chosen.shape[1]])
 
     return with_routing
@@ -116,21 +115,42 @@ def _read_trace(path: Path, num_layers: int) -> np.ndarray:
 class _Replay:
     """Gives tokens the rows of a table, one after another, each layer its own column.
 
-    Where it stands is data on the device, so that a captured step goes on at each replay.
+    Where it stands is data on the device, so that a captured step goes on at each replay. Halves of a batch that run at
+    once each go on from a place of their own, the second one's half a table away.
     """
 
     def __init__(self, table: np.ndarray) -> None:
         """table: int [rows, layers, choices]."""
         self._table = torch.from_numpy(table).permute(1, 0, 2).long().contiguous()
-        self._next = torch.zeros(1, dtype=torch.long)
+        self._next: list[torch.Tensor] = []
+        self._who: list[RunLayer] = []  # paths without the host that have asked, in that order
         self._rows = torch.zeros(0, dtype=torch.long)
 
-    def __call__(self, ids: torch.Tensor, layer: int) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, layer: int, who: RunLayer | None = None) -> torch.Tensor:
+        """
+        Args:
+            ids: as the model chose them, [T, K].
+            who: runs the layers, if it is not the host. What it captures it has run before.
+
+        Returns:
+            int64 [T, K] to use instead.
+        """
         if self._table.device != ids.device:
-            self._table, self._next = self._table.to(ids.device), self._next.to(ids.device)
+            self._table = self._table.to(ids.device)
         if self._table.shape[2] > ids.shape[1]:
             self._table = self._table[..., : ids.shape[1]].contiguous()
         if layer == 0:
-            self._rows = (self._next + torch.arange(len(ids), device=ids.device)) % self._table.shape[1]
-            self._next.add_(len(ids))
+            here, count = self._place(who), self._table.shape[1]
+            self._rows = (here + torch.arange(len(ids), device=ids.device)) % count
+            here.add_(len(ids))
         return self._table[layer].index_select(0, self._rows)
+
+    def _place(self, who: RunLayer | None) -> torch.Tensor:
+        """The next row for ``who``: the host and the first path, which never run at once, share theirs."""
+        if who is not None and who not in self._who:
+            self._who.append(who)
+        number = 0 if who is None else self._who.index(who)
+        while len(self._next) <= number:
+            start = len(self._next) * (self._table.shape[1] // 2)
+            self._next.append(torch.full((1,), start, dtype=torch.long, device=self._table.device))
+        return self._next[number]

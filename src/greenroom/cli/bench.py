@@ -103,6 +103,7 @@ def decode(
     weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
     weights_offload_params: options.WeightsParams = None,
     weights_offload_backend: options.WeightsBackend = None,
+    dbo: options.BenchDbo = None,
     eager: Annotated[bool, typer.Option("--eager", help="On a GPU: no CUDA graph, layer by layer.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -122,7 +123,7 @@ def decode(
         weights_offload_backend=weights_offload_backend,
     )
     with one_json_object(as_json):
-        result = bench_decode(shape, batch, knobs, routing, steps, graph=not eager).to_dict()
+        result = bench_decode(shape, batch, knobs, routing, steps, graph=not eager, dbo=dbo).to_dict()
     _show(result, as_json)
 
 

@@ -54,6 +54,9 @@ WeightsParams = Annotated[
 WeightsBackend = Annotated[
     str | None, typer.Option("--weights-offload-backend", metavar="NAME", help="prefetch, uva or none.")
 ]
+_DBO = "Decode batches as two halves at once: auto (where that measures faster), on or off."
+Dbo = Annotated[str, typer.Option("--dbo", metavar="MODE", help=_DBO)]
+BenchDbo = Annotated[str | None, typer.Option("--dbo", metavar="MODE", help=f"Decode as serve does. {_DBO}")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token.")]

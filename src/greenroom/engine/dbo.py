@@ -23,6 +23,9 @@ _BLOCK = 4
 _ROUNDS = 4
 """Thirty-two steps each way."""
 
+DECIDED_AFTER = 4 * _BLOCK * _ROUNDS
+"""Steps of one size at most, until it is known how they run."""
+
 _CLEAR = 0.1
 """Part of the time by which one way must lead to be chosen after any round."""
 
@@ -37,6 +40,12 @@ def check_dbo(mode: str) -> None:
     """
     if mode not in MODES:
         raise ConfigError(f"dbo is auto, on or off, not '{mode}'")
+
+
+def halvable(mode: str, rows: Iterable[int]) -> list[int]:
+    """Of passes of so many rows, those that may run as halves."""
+    least = {"auto": LEAST_ROWS, "on": 2}.get(mode)
+    return [] if least is None else [size for size in rows if size >= least]
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class DboTrial:
             return False
         whole, halves = (statistics.median(self._seconds[way]) for way in (False, True))
         clear = max(whole, halves) > (1 + _CLEAR) * min(whole, halves)
-        if not clear and steps < 4 * _BLOCK * _ROUNDS:
+        if not clear and steps < DECIDED_AFTER:
             return False
         won = halves < (1 - _WORTH) * whole
         because = f"measured over {steps // 2} steps each way"
@@ -120,7 +129,7 @@ class DboPolicy:
             ConfigError: no such mode, or halves are forced where there is nothing to halve.
         """
         check_dbo(mode)
-        sizes = [size for size in rows if size >= (LEAST_ROWS if mode == "auto" else 2)]
+        sizes = halvable(mode, rows)
         if off_because is None and mode == "off":
             off_because = "not asked for"
         if off_because is None and not sizes:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from greenroom.engine.dbo import halvable
 from greenroom.engine.model_shape import ModelShape
 from greenroom.errors import ConfigError
 from greenroom.experts.sizing import count_fetch_slots
@@ -25,6 +26,11 @@ DEFAULT_CONTEXT = 4096
 """Tokens, where nobody says how long sequences will be and the model takes as many."""
 
 
+def bucket_of(rows: int) -> int:
+    """The smallest that holds ``rows``, or the largest one."""
+    return next((size for size in BUCKETS if size >= rows), BUCKETS[-1])
+
+
 @dataclass(frozen=True)
 class Demand:
     """
@@ -34,12 +40,14 @@ class Demand:
         prefill_tokens: of prompts that one pass takes. None: all of a sequence, but at most 2,048.
         serving: sequences come and go, as in ``serve``: their KV cache is made of blocks, and any pass of few tokens
             is a decode step.
+        dbo: of ``serving``, whether decode batches may run as two halves at once (see ``engine.dbo``).
     """
 
     context: int = DEFAULT_CONTEXT
     concurrency: int = 1
     prefill_tokens: int | None = None
     serving: bool = False
+    dbo: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("context", "concurrency", "prefill_tokens"):
@@ -55,8 +63,13 @@ class Demand:
     @property
     def bucket(self) -> int:
         """Rows of the largest decode step; more sequences than that are taken in turns."""
-        rows = self.pass_tokens if self.serving else self.concurrency
-        return next((size for size in BUCKETS if size >= rows), BUCKETS[-1])
+        return bucket_of(self.pass_tokens if self.serving else self.concurrency)
+
+    @property
+    def second_half(self) -> int:
+        """Rows of the largest second half of a decode step; 0 where steps have no halves."""
+        sizes = [size for size in BUCKETS if size <= bucket_of(self.concurrency)] if self.serving else []
+        return max(halvable(self.dbo, sizes), default=0) // 2
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,7 @@ def working_memory(shape: ModelShape, demand: Demand, on_gpu: bool) -> WorkingMe
     return WorkingMemory(
         _kv_bytes(shape, demand),
         _activation_bytes(shape, demand),
-        _decode_bytes(shape, demand.bucket) if on_gpu else 0,
+        _decode_bytes(shape, demand) if on_gpu else 0,
         _FIXED_BYTES if on_gpu else 0,
     )
 
@@ -116,13 +129,18 @@ def _activation_bytes(shape: ModelShape, demand: Demand) -> int:
     return rows + demand.concurrency * shape.vocabulary * (item + 2 * 4)
 
 
-def _decode_bytes(shape: ModelShape, rows: int) -> int:
-    """Of ``DecodePath``: fetch buffer, activations and partial sums. And logits, by far the largest of the rest."""
+def _decode_bytes(shape: ModelShape, demand: Demand) -> int:
+    """Of both halves' ``DecodePath``. And logits, by far the largest of the rest."""
+    logits = _LOGITS * demand.bucket * shape.vocabulary * shape.spec.dtype.itemsize
+    return sum(_path_bytes(shape, rows) for rows in (demand.bucket, demand.second_half) if rows) + logits
+
+
+def _path_bytes(shape: ModelShape, rows: int) -> int:
+    """Of a ``DecodePath``: fetch buffer, activations and partial sums."""
     layers = shape.spec.layers
     pairs = rows * max(shape.top_k)
     entries = min(max(layer.num_experts for layer in layers), pairs)
     largest = max(layer.format.block_bytes for layer in layers)
     inter, hidden = max(layer.format.inter for layer in layers), max(layer.format.hidden for layer in layers)
     fetch = count_fetch_slots(largest, entries) * largest
-    item = shape.spec.dtype.itemsize
-    return fetch + entries * rows * inter * item + pairs * hidden * 4 + _LOGITS * rows * shape.vocabulary * item
+    return fetch + entries * rows * inter * shape.spec.dtype.itemsize + pairs * hidden * 4

@@ -35,6 +35,7 @@ def open_engine(
     max_waiting: int = 128,
     block_size: int = 16,
     kv_offload: KVOffloadConfig | None = None,
+    dbo: str = "auto",
 ) -> ServingEngine:
     """An engine over an offloaded model, which has to stay open as long as the engine.
 
@@ -46,9 +47,11 @@ def open_engine(
         max_waiting: requests that wait beside them.
         block_size: tokens a KV block.
         kv_offload: host memory for KV blocks; None for none.
+        dbo: see ``make_runner``.
 
     Raises:
-        ConfigError: numbers that make no sense together, or KV offload for a model whose cache is not made of blocks.
+        ConfigError: numbers that make no sense together, or KV offload for a model whose cache is not made of blocks,
+            or ``dbo`` is on and nothing can run as halves.
         EngineError: decode could not be prepared, or on a GPU the largest pass failed.
         MemoryLimitError: the KV cache does not hold one request of ``max_context`` tokens, or host memory does not
             suffice for KV offload.
@@ -65,6 +68,7 @@ def open_engine(
         num_blocks=num_blocks,
         block_size=block_size,
         max_sequences=max_sequences,
+        dbo=dbo,
     )
     facts = ModelFacts(
         vocabulary=model.config.get_text_config().vocab_size,
