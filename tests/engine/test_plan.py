@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 import greenroom
 from greenroom.bench.shapes import shape_config
 from greenroom.config import OffloadConfig
+from greenroom.engine import offload as offload_module
 from greenroom.engine.demand import BUCKETS, Demand, working_memory
+from greenroom.engine.held_memory import DeviceMemory
 from greenroom.engine.model_shape import KvLayer, ModelShape, probe_shape
 from greenroom.engine.offload import offload_of, weights_config
 from greenroom.engine.plan import Machine, plan_model
@@ -209,6 +212,27 @@ def test_a_loaded_model_reports_what_was_planned(device, knobs):
             assert 0.95 * expected <= used <= 1.05 * expected + 200_000
     finally:
         greenroom.close(model)
+
+
+@pytest.mark.parametrize(
+    ("allocated", "warned"), [(10 * GIB, False), (10.4 * GIB, False), (10.6 * GIB, True), (9.4 * GIB, True)]
+)
+def test_a_model_that_holds_something_else_says_so(q30, monkeypatch, caplog, allocated, warned):
+    """Beside what the process had allocated before it."""
+    memory = dataclasses.replace(plan(q30).memory, cache_bytes=10 * GIB, buffer_bytes=0, other_bytes=0)
+    before = DeviceMemory(free=80 * GIB, allocated=GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB + int(allocated))
+    offload_module._compare_with_plan(SimpleNamespace(before=before, device=torch.device("cuda"), plan=memory))
+    assert ("GiB of device memory, 10.00 were planned" in caplog.text) == warned
+
+
+def test_a_small_model_may_round_up(q30, monkeypatch, caplog):
+    memory = dataclasses.replace(plan(q30).memory, cache_bytes=0, buffer_bytes=0, other_bytes=1 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100 << 20)
+    offload_module._compare_with_plan(
+        SimpleNamespace(before=DeviceMemory(GIB, 0), device=torch.device("cuda"), plan=memory)
+    )
+    assert caplog.text == ""
 
 
 def test_memory_of_a_server(q30):

@@ -209,6 +209,25 @@ def test_steps_of_a_runner(late, step):
             runner.close()
 
 
+@pytest.mark.parametrize(
+    ("settings", "units"),
+    [({}, 0), ({"group_size": 1, "params": "self_attn"}, 5), ({"group_size": 5, "params": "self_attn"}, 0)],
+)
+def test_the_split_counts_what_else_crosses(five_layers, settings, units):
+    """In experts a layer, the mean of all. A single layer's weights stay in their buffer."""
+    pytest.importorskip("triton")
+    from greenroom.engine.step_runner import StepRunner
+
+    with offloaded(five_layers[1], device="cpu", **knobs(**settings)) as model:
+        runner = StepRunner(model, 1, 16)
+        runner.prefill(random_ids(1, 4))
+        offload = offload_of(model)
+        expert = offload.spec.layers[0].format.block_bytes
+        unit = offload.weights.selection.slot_bytes
+        assert runner.steps.split.link_load == pytest.approx(units * unit / LAYERS / expert)
+        runner.close()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("settings", [{"backend": "uva"}, {"backend": "uva", "params": "embed_tokens|self_attn"}])
 def test_uva_equals_stock(five_layers, settings):
