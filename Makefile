@@ -48,8 +48,9 @@ demo: $(VENV)/.installed
 	$(BIN)/greenroom generate $(MODEL) --prompt "$(PROMPT)" --max-tokens 96 --cache-expert-num 8 \
 	  --temperature 0.7 --top-p 0.9 --seed 1
 
+# One process a core: most of the time goes to an interpreter that stands in for a GPU and uses one.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 # Image, video and audio come along as builds for another torch, which break imports; text needs none of them.
 $(VLLM_VENV)/.created: constraints-vllm.txt
