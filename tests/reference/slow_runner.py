@@ -41,7 +41,7 @@ class SlowRunner:
         self.closed = 0
         self._exclusive: list[int] | None = None
 
-    def run(self, chunks) -> torch.Tensor:
+    def run(self, chunks, meanwhile=None) -> torch.Tensor:
         assert not self.closed
         assert 1 <= len(chunks) <= self.max_sequences
         assert sum(len(chunk.token_ids) for chunk in chunks) <= self.max_tokens
@@ -51,6 +51,8 @@ class SlowRunner:
             for chunk in chunks:
                 self._write(chunk, [GARBAGE] * len(chunk.token_ids))
             raise error
+        if meanwhile is not None:
+            meanwhile()
         for chunk in chunks:
             self._write(chunk, chunk.token_ids)
         rows = [logits_of(self._read(chunk), self.vocabulary) for chunk in chunks]
@@ -82,7 +84,7 @@ class SlowExclusiveRunner(SlowRunner):
         super().__init__(max_sequences=1, **knobs)
         self._tokens: list[int] = []
 
-    def run(self, chunks) -> torch.Tensor:
+    def run(self, chunks, meanwhile=None) -> torch.Tensor:
         (chunk,) = chunks
         if chunk.start == 0:
             self._tokens = []
@@ -92,6 +94,8 @@ class SlowExclusiveRunner(SlowRunner):
         if self.fail_next is not None:
             error, self.fail_next, self._tokens = self.fail_next, None, []
             raise error
+        if meanwhile is not None:
+            meanwhile()
         self._tokens += chunk.token_ids
         return torch.from_numpy(logits_of(self._tokens, self.vocabulary))[None]
 

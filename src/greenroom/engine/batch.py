@@ -1,6 +1,6 @@
 """What a scheduler hands to a model: tokens of several sequences, and where their keys and values are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,8 +36,12 @@ class BatchRunner(Protocol):
     max_sequences: int
     max_tokens: int
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+    def run(self, chunks: Sequence[SequenceChunk], meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """One forward pass, which writes the chunks' keys and values into their blocks.
+
+        Args:
+            meanwhile: called once if the pass goes well: while the device computes, or where the pass needs the host,
+                before it. It must not raise.
 
         Returns:
             [len(chunks), vocabulary] on the device: logits behind each chunk's last token, until the next call.

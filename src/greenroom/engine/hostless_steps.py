@@ -80,7 +80,14 @@ class HostlessSteps:
         if second is not None:
             second.mailboxes.close()
 
-    def run(self, work: Callable[[], None], rows: int, learn: bool = True, second_rows: int | None = None) -> None:
+    def run(
+        self,
+        work: Callable[[], None],
+        rows: int,
+        learn: bool = True,
+        second_rows: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """One step.
 
         Args:
@@ -88,6 +95,7 @@ class HostlessSteps:
             rows: tokens that are no padding; they come first.
             learn: False for warm-up passes: nothing is counted.
             second_rows: of a step of two halves, the second one's; ``rows`` are then the first one's.
+            meanwhile: called while the device works, once all of the step has been enqueued.
 
         Raises:
             EngineError: the CPU engine failed, and another step may be run. Or the step did not end in time:
@@ -100,6 +108,8 @@ class HostlessSteps:
         try:
             work()
             steps.enqueued()
+            if meanwhile is not None:
+                meanwhile()
             self._wait()
         except BaseException as error:
             self.given_up = f"the runner was given up: {error!r}"

@@ -44,6 +44,8 @@ class Accepted:
 class LiveRequest:
     """Chooses and delivers the tokens of one request. What fails in here ends this request alone.
 
+    What nobody has to know before the next pass is only taken down, and delivered while that pass runs.
+
     Attributes:
         sequence: its tokens and blocks.
         ended: its last event, once there is one.
@@ -56,6 +58,7 @@ class LiveRequest:
         self._text = OutputText(tokenizer, accepted.params.stop)
         own = frozenset() if accepted.params.ignore_eos else accepted.end_tokens
         self._end_tokens = own | frozenset(accepted.params.stop_token_ids)
+        self._due: list[Choice] = []  # tokens that ended nothing and have not been delivered
 
     @property
     def request_id(self) -> int:
@@ -83,10 +86,12 @@ class LiveRequest:
         return Row(request.params, request.seed, self.completion_tokens, self.sequence.tokens, allowed)
 
     def take(self, choice: Choice, append: Callable[[Sequence, int], None]) -> None:
-        """Goes on with a choice, delivers what it brings, and ends if that was the last token.
+        """Goes on with a choice, and ends if that was the last token.
+
+        What the token brings is due, unless it ends the output or its text might: then it is delivered at once.
 
         Raises:
-            GreenroomError: there was nothing to choose, or the constraint failed.
+            GreenroomError: there was nothing to choose, the constraint failed, or nobody takes what is delivered.
         """
         token, request = choice.token, self._request
         if token is None:
@@ -98,17 +103,34 @@ class LiveRequest:
             self._guarded("the constraint failed", lambda: constraint.accept(token))
             satisfied = self._guarded("the constraint failed", constraint.finished)
         is_end = token in self._end_tokens
+        is_last = is_end or satisfied or self.completion_tokens >= request.max_new
+        if not is_last and not request.params.stop:
+            self._due.append(choice)
+            return
+        self.deliver()
         text, stopped = ("", False) if is_end else self._text.add(token)
         reason = FinishReason.STOP if is_end or stopped or satisfied else None
-        if reason is None and self.completion_tokens >= request.max_new:
+        if reason is None and is_last:
             reason = FinishReason.LENGTH
         if reason is not None and not stopped:
             rest, stopped = self._text.end()
             text += rest
             reason = FinishReason.STOP if stopped else reason
-        self._deliver(Piece(text, (token,), (choice.logprob,) if choice.logprob else ()))
+        self._deliver(_piece(text, choice))
         if reason is not None:
             self.finish(reason)
+
+    def deliver(self) -> None:
+        """Delivers what is due.
+
+        Raises:
+            GreenroomError: nobody takes it.
+        """
+        while self._due:
+            choice = self._due.pop(0)
+            assert choice.token is not None
+            text, _ = self._text.add(choice.token)
+            self._deliver(_piece(text, choice))
 
     def finish(self, reason: FinishReason) -> None:
         """Delivers the last event."""
@@ -125,6 +147,7 @@ class LiveRequest:
             return
         self.ended = event
         try:
+            self.deliver()
             self._deliver(event)
         except GreenroomError as error:
             _log.warning("nobody learns how request %d ended: %s", self.request_id, error)
@@ -140,6 +163,11 @@ class LiveRequest:
             raise
         except Exception as error:
             raise EngineError(f"{what}: {error!r}") from error
+
+
+def _piece(text: str, choice: Choice) -> Piece:
+    assert choice.token is not None
+    return Piece(text, (choice.token,), (choice.logprob,) if choice.logprob else ())
 
 
 def _check_mask(allowed: np.ndarray, vocabulary: int) -> None:

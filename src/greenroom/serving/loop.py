@@ -68,6 +68,7 @@ class EngineLoop:
         self._offload = offload
         self._live: dict[int, LiveRequest] = {}
         self._ended: list[int] = []
+        self._unheard: list[tuple[LiveRequest, GreenroomError]] = []
         self._failures = 0  # passes in a row
         self._counts = _Counts()
 
@@ -117,6 +118,8 @@ class EngineLoop:
         """
         planned = self.scheduler.plan()
         if not planned:
+            self._deliver()
+            self._end_unheard()
             if self._offload is not None and self.scheduler.transferring:
                 self._offload.wait(_TRANSFER_WAIT_S)
             return
@@ -130,10 +133,13 @@ class EngineLoop:
         self._counts.steps += 1
         self._counts.step_seconds += time.perf_counter() - start
         self.scheduler.passed(planned)
+        self._end_unheard()
         for live, problem in failed:
-            self._fail(live, problem)
+            if live.ended is None:
+                self._fail(live, problem)
         for live, choice in choices:
-            self._take(live, choice)
+            if live.ended is None:
+                self._take(live, choice)
 
     def stats(self) -> EngineStats:
         """Counts so far."""
@@ -158,24 +164,43 @@ class EngineLoop:
         self, planned: Sequence[Planned]
     ) -> tuple[list[tuple[LiveRequest, Choice]], list[tuple[LiveRequest, GreenroomError]]]:
         """A forward pass and the choices behind it; besides, requests whose constraints failed meanwhile."""
-        logits = self._runner.run([item.chunk for item in planned])
         places, rows, choosing, failed = [], [], [], []
-        for place, item in enumerate(planned):
-            if not item.samples:
-                continue
-            live = self._live[item.sequence.order]
-            try:  # constraints think while the device computes
-                rows.append(live.row(self._vocabulary))
-            except GreenroomError as error:
-                failed.append((live, error))
-                continue
-            places.append(place)
-            choosing.append(live)
+
+        def meanwhile() -> None:
+            """While the device computes, clients get the tokens of the pass before, and constraints think."""
+            self._deliver()
+            for place, item in enumerate(planned):
+                if not item.samples:
+                    continue
+                live = self._live[item.sequence.order]
+                try:
+                    rows.append(live.row(self._vocabulary))
+                except GreenroomError as error:
+                    failed.append((live, error))
+                    continue
+                places.append(place)
+                choosing.append(live)
+
+        logits = self._runner.run([item.chunk for item in planned], meanwhile)
         if not rows:
             return [], failed
         if len(rows) < len(planned):
             logits = logits[torch.from_numpy(np.array(places)).to(logits.device, non_blocking=True)]
         return [*zip(choosing, sample(logits, rows), strict=True)], failed
+
+    def _deliver(self) -> None:
+        """Delivers what is due. Whoever does not take it is ended between passes: one that runs may use its blocks."""
+        for live in self._live.values():
+            try:
+                live.deliver()
+            except GreenroomError as error:
+                self._unheard.append((live, error))
+
+    def _end_unheard(self) -> None:
+        unheard, self._unheard = self._unheard, []
+        for live, problem in unheard:
+            if live.ended is None:
+                self._fail(live, problem)
 
     def _take(self, live: LiveRequest, choice: Choice) -> None:
         first = live.completion_tokens == 0

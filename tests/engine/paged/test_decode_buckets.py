@@ -154,6 +154,25 @@ def test_rows_are_there_for_more_tokens_than_sequences(mixtral, max_sequences, m
         runner.close()
 
 
+def test_what_is_done_meanwhile(mixtral):
+    _, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner, done = make(model), []
+        hostless, eager = runner._decode.hostless, runner._run_layer_by_layer
+        enqueued, wait = hostless.steps.enqueued, hostless._wait
+        hostless.steps.enqueued = lambda: (enqueued(), done.append("enqueued"))
+        hostless._wait = lambda: (done.append("wait"), wait())
+        runner._run_layer_by_layer = lambda *args: (done.append("eager"), eager(*args))[1]
+        runner.run([SequenceChunk([5, 6], 0, [0])])  # on a GPU with passes before it that warm up
+        done.clear()
+        runner.run([SequenceChunk([5, 6], 0, [0])], lambda: done.append("meanwhile"))
+        assert done == ["enqueued", "meanwhile", "wait"]
+        done.clear()
+        runner.run([SequenceChunk([5] * 33, 0, range(9))], lambda: done.append("meanwhile"))
+        assert done == ["meanwhile", "eager"]
+        runner.close()
+
+
 def test_padding_is_routed_nowhere_and_counts_follow(mixtral):
     stock, folder = mixtral
     with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:

@@ -109,10 +109,11 @@ class DecodeBuckets:
             if self._dbo.may_halve(rows):
                 self._prepare(self._bucket(rows), Division.of(1, halves=True))
 
-    def run(self, packing: Packing) -> torch.Tensor:
+    def run(self, packing: Packing, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """
         Args:
             packing: by ``pack_rows``, of at most ``max_rows`` tokens.
+            meanwhile: see ``HostlessSteps.run``.
 
         Returns:
             [chunks, vocabulary] on the device, until the next pass.
@@ -130,7 +131,7 @@ class DecodeBuckets:
         graph = bucket.graph_of(division.halves)
         work = self._forward(bucket, division.halves) if graph is None else graph.replay
         started = self._clock()
-        self._run(work, division)
+        self._run(work, division, meanwhile=meanwhile)
         if may_halve and self._dbo.took(rows, self._clock() - started):
             self._settle(bucket)
         logits = self._logits_of(rows, division)
@@ -160,8 +161,14 @@ class DecodeBuckets:
         self._inputs.stage(bucket.layout, _padding(self._cache), division)
         self._make_graph(bucket, division)
 
-    def _run(self, work: Callable[[], None], division: Division, learn: bool = True) -> None:
-        self._hostless.run(work, division.first, learn, division.second)
+    def _run(
+        self,
+        work: Callable[[], None],
+        division: Division,
+        learn: bool = True,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        self._hostless.run(work, division.first, learn, division.second, meanwhile)
 
     def _make_graph(self, bucket: _Bucket, division: Division) -> None:
         """Captures a pass if that is wanted and has not been done; the passes that warm up write what this one will."""

@@ -1,6 +1,6 @@
 """ExclusiveRunner: one sequence at a time, for models whose cache is more than keys and values of all tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -35,7 +35,7 @@ class ExclusiveRunner:
         self._length = 0  # tokens in the cache
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+    def run(self, chunks: Sequence[SequenceChunk], meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """See ``BatchRunner``.
 
         Raises:
@@ -53,6 +53,8 @@ class ExclusiveRunner:
                 f"{type(self._model).__name__} continues one sequence, at token {self._length if self._cache else 0}, "
                 f"not at {chunk.start}; start others at 0"
             )
+        if meanwhile is not None:
+            meanwhile()
         cache, self._cache = self._cache, None  # lost unless it goes well
         logits: torch.Tensor = self._model(
             input_ids=torch.from_numpy(packing.ids).to(self._device)[None],

@@ -1,6 +1,6 @@
 """PagedRunner: forward passes over chunks of several sequences, whose keys and values are in blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,7 +113,7 @@ class PagedRunner:
             self._decode.prepare()
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+    def run(self, chunks: Sequence[SequenceChunk], meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """See ``BatchRunner``.
 
         Raises:
@@ -124,8 +124,10 @@ class PagedRunner:
         tokens = sum(len(chunk.token_ids) for chunk in chunks)
         try:
             if self._decode is not None and tokens <= self._decode.max_rows:
-                return self._decode.run(pack_rows(chunks, self._limits))
+                return self._decode.run(pack_rows(chunks, self._limits), meanwhile)
             packing = pack(chunks, self._limits)
+            if meanwhile is not None:
+                meanwhile()
             self.flush()
             return self._run_layer_by_layer(packing, cache)
         except torch.OutOfMemoryError as error:
