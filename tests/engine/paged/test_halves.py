@@ -235,8 +235,8 @@ class Clock:
         self.now, self.ways = 0.0, []
         own = decode._run
 
-        def run(work, division, learn=True):
-            own(work, division, learn)
+        def run(work, division, **others):
+            own(work, division, **others)
             self.ways.append(division.halves)
             self.now += halves if division.halves else whole
 
