@@ -7,6 +7,7 @@ import greenroom
 from greenroom.engine import offload as offload_module
 from greenroom.engine.offload import offload_of
 from greenroom.errors import ConfigError, EngineError
+from greenroom.weights.base import NoWeightOffload
 from greenroom.weights.prefetch import PrefetchOffload
 from tests.engine.offloaded import offloaded, random_ids, saved_family
 from tests.reference.families import FAMILIES
@@ -23,6 +24,8 @@ SELECTIONS = {
     "the last two of each three": {"group_size": 3, "num_in_group": 2, "prefetch_step": 2},
     "attention": {"group_size": 1, "params": "self_attn", "prefetch_step": 2},
     "the router": {"group_size": 1, "params": r"mlp\.gate"},
+    "one buffer, layers in between": {"group_size": 2},
+    "copied at the begin of a pass": {"group_size": 1, "params": r"layers\.(2|4)\.self_attn"},
 }
 
 
@@ -38,10 +41,20 @@ def late(monkeypatch):
     def make(selection, device, pin_memory=True):
         copies = LateCopies()
         made.append(copies)
-        return PrefetchOffload(selection, device, copies)
+        return PrefetchOffload(selection, device, copies, least_piece=1)
 
     monkeypatch.setattr(offload_module, "make_weight_offloader", make)
     return made
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Units are copied in as many pieces as there are layers for them, however small."""
+
+    def make(selection, device, pin_memory=True):
+        return PrefetchOffload(selection, device, least_piece=1) if selection.units else NoWeightOffload()
+
+    monkeypatch.setattr(offload_module, "make_weight_offloader", make)
 
 
 @torch.no_grad()
@@ -108,7 +121,7 @@ def five_layers(tmp_path_factory):
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_every_selection_equals_stock(five_layers, name, device):
+def test_every_selection_equals_stock(five_layers, name, device, in_pieces):
     stock, folder = five_layers
     ids = random_ids(2, 9)
     with offloaded(folder, device=device, cache_expert_num=4, **knobs(**SELECTIONS[name])) as model:
@@ -243,7 +256,7 @@ def test_uva_equals_stock(five_layers, settings):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_graph_replay_equals_none_over_50_steps(five_layers, name):
+def test_graph_replay_equals_none_over_50_steps(five_layers, name, in_pieces):
     _decode_50_steps(five_layers, SELECTIONS[name])
 
 
