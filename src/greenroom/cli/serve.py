@@ -195,6 +195,7 @@ def _check(
 
 def _sequences_in(model: str, dtype: str, kv_bytes: int, context: int) -> int:
     """Sequences of full length that a KV cache holds, for which loading keeps memory."""
+    from greenroom.engine.demand import Demand, working_memory
     from greenroom.engine.loader import find_model
     from greenroom.engine.model_shape import probe_shape
     from greenroom.engine.skeleton import read_config, resolve_dtype
@@ -204,7 +205,8 @@ def _sequences_in(model: str, dtype: str, kv_bytes: int, context: int) -> int:
         shape = probe_shape(hf_config, resolve_dtype(dtype, hf_config))
     except UnsupportedModelError:
         return 1  # loading warns
-    return max(1, -(-kv_bytes // max(1, shape.kv_bytes(min(context, shape.max_context or context)))))
+    one = Demand(min(context, shape.max_context or context), serving=True)
+    return max(1, -(-kv_bytes // max(1, working_memory(shape, one, on_gpu=False).kv_bytes)))
 
 
 def _print_active(
