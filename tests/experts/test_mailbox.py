@@ -315,6 +315,28 @@ def test_jobs_run_in_the_order_in_which_they_came() -> None:
         assert torch.equal(out, expected[-1]), "the last job was not the last"
 
 
+@pytest.mark.parametrize("threads", [2, 4])
+def test_the_time_of_a_job_is_its_own(threads: int) -> None:
+    """A request that comes while another one's job runs has to wait; it was not busy then."""
+    with Stage([SMALL, SLOW], threads) as stage:
+        lane = Mailboxes(stage.engine, stage.store, 4, 3, pin_memory=False)
+        other = PostingDevice(lane)
+        batch = stage.batch(1, 1, 0)
+        stage.slow_down(1, 0.02)
+        stage.boxes.arm()
+        lane.arm()
+        for _ in range(5):
+            other.write(1, *batch)
+            started = time.monotonic_ns()
+            stage.post(1)
+            other.request(1, 1)
+            stage.device.wait(1)
+            other.wait(1)
+            both = int(stage.boxes.busy_ns[1, 0]) + int(lane.busy_ns[1, 0])
+            assert both <= time.monotonic_ns() - started
+        lane.close()
+
+
 def test_two_lanes_are_armed_apart() -> None:
     with Stage([SMALL, WIDE]) as stage:
         lane = Mailboxes(stage.engine, stage.store, 4, 3, pin_memory=False)

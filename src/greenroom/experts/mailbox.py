@@ -42,7 +42,8 @@ class Mailboxes:
     - ``cpu_ids``: int32 [L, max_tokens, K]. The choices that the CPU computes, -1 for others.
     - ``weights``: float32 [L, max_tokens, K].
     - ``out``: of each layer, float32 [max_tokens, H]. The sum over the CPU's choices; only posted rows are written.
-    - ``busy_ns``: int64 [L, 8]. Word 0: nanoseconds from seeing the last request to raising done.
+    - ``busy_ns``: int64 [L, 8]. Word 0: nanoseconds from the last request's turn (jobs run one after another) to
+      raising done.
 
     A layer has one request outstanding at most; different layers, and other mailboxes of the same engine, may have
     theirs at the same time. The store must outlive the mailboxes.

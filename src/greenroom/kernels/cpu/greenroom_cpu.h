@@ -79,7 +79,7 @@ typedef struct {
   gr_job job;        /* tokens: rows at most */
   uint32_t *request;
   uint32_t *done;
-  int64_t *busy_ns;  /* the last job's time from seeing the request to raising done */
+  int64_t *busy_ns;  /* the last job's time from its turn, or from seeing the request if that is later, to raising done */
 } gr_mailbox;
 
 /* Mailboxes that are armed together. */

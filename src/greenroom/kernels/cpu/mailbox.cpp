@@ -2,6 +2,7 @@
 
 #include <stdio.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "plan.h"
@@ -62,7 +63,8 @@ void Mailbox::finish() {
 }
 
 void Mailbox::raise_done() {
-  const auto busy = std::chrono::steady_clock::now() - noticed_;
+  // While another job ran, this one was only waiting. A refused request has had no turn.
+  const auto busy = std::chrono::steady_clock::now() - std::max(noticed_, record_->began);
   *busy_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(busy).count();
   running_.store(false, std::memory_order_release);
   done_.store(1, std::memory_order_release);
