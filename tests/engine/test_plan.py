@@ -235,6 +235,22 @@ def test_a_small_model_may_round_up(q30, monkeypatch, caplog):
     assert caplog.text == ""
 
 
+def test_second_halves_are_counted_where_steps_may_have_them(q30):
+    def decode_bytes(concurrency: int, dbo: str, serving: bool = True) -> int:
+        return working_memory(q30, Demand(1000, concurrency, None, serving, dbo), on_gpu=True).decode_bytes
+
+    # The largest decode step is the same for all: a server's passes of 32 tokens.
+    whole = decode_bytes(8, "off")
+    assert decode_bytes(4, "auto") == decode_bytes(8, "off") == decode_bytes(32, "off") == whole
+    assert whole < decode_bytes(5, "auto") == decode_bytes(8, "auto") == decode_bytes(8, "on")
+    assert whole < decode_bytes(2, "on") < decode_bytes(8, "auto") < decode_bytes(16, "auto")
+    assert decode_bytes(8, "auto", serving=False) == decode_bytes(8, "off", serving=False)
+    # Of four rows: 32 experts of 9 MiB in the fetch buffer, and what they compute.
+    fmt = q30.spec.layers[0].format
+    activations = 32 * 4 * fmt.inter * 2 + 32 * fmt.hidden * 4
+    assert decode_bytes(8, "auto") - whole == 32 * fmt.block_bytes + activations
+
+
 def test_memory_of_a_server(q30):
     """KV cache in whole blocks and one for padding; decode steps take any pass of few tokens."""
     serving = working_memory(q30, Demand(1000, 3, serving=True), on_gpu=True)

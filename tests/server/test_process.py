@@ -63,7 +63,7 @@ def start():
 
 def test_running_requests_finish(start):
     server = start("--cache-expert-num", "4")
-    for word in ("tiny-moe", "cpu", "4 expert slots", "policy lfru", "12.0 MiB", "1 thread", "blocks of 16"):
+    for word in ("tiny-moe", "cpu", "4 expert slots", "policy lfru", "12.0 MiB", "1 thread", "blocks of 16", "DBO"):
         assert word in server.said, server.said
     with server.stream(300) as response:
         lines = response.iter_lines()
@@ -111,6 +111,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--max-sequences", "0"], "--max-sequences must be at least 1"),
         (["--kv-cache", "much"], "is not a size"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--dbo", "maybe"], "dbo is auto, on or off, not 'maybe'"),
+        (["--dbo", "on", "--device", "cpu"], "dbo cannot be on: decode steps are no graphs"),
         (["--request-timeout", "0"], "--request-timeout must be above 0"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
     ],

@@ -8,6 +8,7 @@ import typer
 
 from greenroom.cli import options, output
 from greenroom.config import OffloadConfig, parse_size
+from greenroom.engine.dbo import DboPolicy, check_dbo
 from greenroom.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option("--drain-timeout", metavar="S", help="Seconds that requests get to finish at the end.")
     ] = 60.0,
+    dbo: options.Dbo = "auto",
     dtype: options.Dtype = "auto",
     cache_expert_num: options.CacheExpertNum = None,
     vram: options.Vram = None,
@@ -106,6 +108,7 @@ def serve(
         weights_offload_params=weights_offload_params,
         weights_offload_backend=weights_offload_backend,
     )
+    check_dbo(dbo)
     kv_bytes = None if kv_cache is None else parse_size(kv_cache)
     body_bytes = parse_size(max_body)
     _check(max_sequences, max_waiting, request_timeout, drain_timeout, body_bytes, api_key)
@@ -122,6 +125,7 @@ def serve(
     from greenroom.engine.demand import DEFAULT_CONTEXT, Demand
     from greenroom.engine.generation import context_length
     from greenroom.engine.offload import offload_of
+    from greenroom.engine.runners import dbo_of
     from greenroom.kv.config import KVOffloadConfig
     from greenroom.serving import open as opening
     from greenroom.serving.requests import SamplingParams
@@ -131,7 +135,7 @@ def serve(
         listener = stack.enter_context(run.listen(host, port))
         context = max_context or DEFAULT_CONTEXT
         sequences = max_sequences if kv_bytes is None else _sequences_in(model, dtype, kv_bytes, context)
-        demand = Demand(context, sequences, max_step_tokens, serving=True)
+        demand = Demand(context, sequences, max_step_tokens, serving=True, dbo=dbo)
         loaded, tokenizer = greenroom.load(model, config=config, demand=demand, dtype=dtype)
         stack.callback(greenroom.close, loaded)
         sampling = opening.sampling_defaults(loaded) if sampling_defaults == "model" else SamplingParams()
@@ -147,11 +151,16 @@ def serve(
             max_waiting=max_waiting,
             block_size=_BLOCK,
             kv_offload=kv_config,
+            dbo=dbo,
         )
         stack.callback(engine.close)
         name = served_model_name or Path(model).name
         stores = offload_of(loaded).manager.store.formats
-        observed = metrics.ServerMetrics(engine, lambda: greenroom.stats(loaded), [fmt.block_bytes for fmt in stores])
+        halves = dbo_of(loaded)
+        expert_bytes = [fmt.block_bytes for fmt in stores]
+        observed = metrics.ServerMetrics(
+            engine, lambda: greenroom.stats(loaded), expert_bytes, dbo=lambda: halves.choices
+        )
         service = server.Service(
             engine, tokenizer, server.ServerConfig(name, api_key, body_bytes, request_timeout, sampling), observed
         )
@@ -159,7 +168,7 @@ def serve(
 
         def ready(url: str) -> None:
             memory = offload_of(loaded).memory(loaded)
-            _print_active(name, url, greenroom.stats(loaded), memory, engine, max_sequences, kv_offload)
+            _print_active(name, url, greenroom.stats(loaded), memory, engine, max_sequences, kv_offload, halves)
 
         def drain(requests: int) -> None:
             output.error_console().print(
@@ -217,6 +226,7 @@ def _print_active(
     engine: "ServingEngine",
     max_sequences: int,
     kv_offload: str | None,
+    halves: DboPolicy,
 ) -> None:
     """What is active, on stderr."""
     from rich.table import Table
@@ -225,6 +235,7 @@ def _print_active(
     table.add_column(style="dim")
     table.add_column()
     rows = active_rows(name, url, stats, memory, engine.stats().kv_blocks, engine.context_length, max_sequences)
+    rows.insert(-1, ("DBO", str(halves)))
     if kv_offload is not None:
         rows.insert(-1, ("KV offload", f"{output.format_size(parse_size(kv_offload))} of host memory"))
     for row in rows:

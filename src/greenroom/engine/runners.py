@@ -52,9 +52,9 @@ def make_runner(
     kept = probe(model)
     if isinstance(kept, str):
         logger.info("one sequence at a time: %s", kept)
-        DboPolicy(dbo, (), f"one sequence at a time, since {kept}")
+        whole = DboPolicy(dbo, (), f"one sequence at a time, since {kept}")
         alone = Limits(block_size, needed, 1, max_tokens, max_context, vocabulary)
-        return _kept_by(model, ExclusiveRunner(model, alone))
+        return _kept_by(model, ExclusiveRunner(model, alone, whole))
     if (kv_bytes is None) == (num_blocks is None):
         raise ConfigError("give either kv_bytes or num_blocks")
     size = block_bytes(kept.shapes, block_size)
@@ -73,6 +73,12 @@ def make_runner(
         raise MemoryLimitError(
             f"the GPU has no memory left for {(num_blocks + 1) * size} bytes of KV cache and for decode; allow less"
         ) from error
+
+
+def dbo_of(model: PreTrainedModel) -> DboPolicy:
+    """Which calls of the model's last runner run as halves."""
+    runners = [each for each in offload_of(model).companions if isinstance(each, PagedRunner | ExclusiveRunner)]
+    return runners[-1].dbo if runners else DboPolicy.off("nothing runs yet")
 
 
 def _kept_by(model: PreTrainedModel, runner: PagedRunner | ExclusiveRunner) -> BatchRunner:

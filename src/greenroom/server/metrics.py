@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from greenroom.engine.dbo import DboChoice
 from greenroom.experts.counters import OffloadStats
 from greenroom.serving.requests import Engine, Finished
 
@@ -23,11 +24,13 @@ class ServerMetrics:
         engine: Engine,
         offload: Callable[[], OffloadStats] | None = None,
         expert_bytes: Sequence[int] = (),
+        dbo: Callable[[], Sequence[DboChoice]] | None = None,
     ) -> None:
         """
         Args:
             offload: what expert offload has counted; called from any thread.
             expert_bytes: of one expert, an entry a layer.
+            dbo: which decode batches run as two halves; called from any thread.
         """
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -58,6 +61,8 @@ class ServerMetrics:
         self._registry.register(_EngineCollector(engine))
         if offload is not None:
             self._registry.register(_OffloadCollector(offload, expert_bytes))
+        if dbo is not None:
+            self._registry.register(_DboCollector(dbo))
 
     def request(self, path: str, outcome: str) -> None:
         """An HTTP request has ended."""
@@ -129,6 +134,7 @@ class _OffloadCollector(Collector):
             ("copies", "Experts copied to the device, for one use or into a slot."),
             ("cpu", "Experts run by the CPU."),
             ("evictions", "Experts removed from a slot."),
+            ("landed", "Experts streamed straight into a slot."),
         ):
             metric = CounterMetricFamily(f"greenroom_expert_{name}", text, labels=["layer"])
             for index, layer in enumerate(stats.layers):
@@ -152,3 +158,27 @@ class _OffloadCollector(Collector):
         yield GaugeMetricFamily("greenroom_expert_slots", "Cache slots a layer.", stats.cache_expert_num)
         yield GaugeMetricFamily("greenroom_expert_host_bytes", "Experts in host memory.", stats.host_bytes)
         yield GaugeMetricFamily("greenroom_expert_device_bytes", "Cache slots and miss buffers.", stats.device_bytes)
+
+
+class _DboCollector(Collector):
+    def __init__(self, choices: Callable[[], Sequence[DboChoice]]) -> None:
+        self._choices = choices
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        chosen = GaugeMetricFamily(
+            "greenroom_dbo_halves", "1: decode batches of up to so many rows run as two halves.", labels=["rows"]
+        )
+        seconds = GaugeMetricFamily(
+            "greenroom_dbo_step_seconds", "Of a decode step, as measured for that choice.", labels=["rows", "way"]
+        )
+        for choice in self._choices():
+            if choice.halves is not None:
+                chosen.add_metric([str(choice.rows)], choice.halves)
+            for way, measured in (("whole", choice.whole_ms), ("halves", choice.halves_ms)):
+                if measured is not None:
+                    seconds.add_metric([str(choice.rows), way], measured / 1e3)
+        yield chosen
+        yield seconds

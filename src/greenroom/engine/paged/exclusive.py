@@ -7,6 +7,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.dbo import DboPolicy
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.packing import Limits, pack
 from greenroom.errors import ConfigError, EngineError
@@ -18,10 +19,12 @@ class ExclusiveRunner:
     Attributes:
         block_size, num_blocks, max_sequences, max_tokens: see ``BatchRunner``; ``max_sequences`` is 1.
         max_context: tokens of the sequence at most.
+        dbo: that nothing runs as halves.
     """
 
-    def __init__(self, model: PreTrainedModel, limits: Limits) -> None:
+    def __init__(self, model: PreTrainedModel, limits: Limits, dbo: DboPolicy | None = None) -> None:
         """``model``: offloaded."""
+        self.dbo = dbo or DboPolicy.off("one sequence at a time")
         self.block_size = limits.block_size
         self.num_blocks = limits.num_blocks
         self.max_sequences = limits.max_sequences
