@@ -24,7 +24,7 @@ import triton
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
-from greenroom.experts.residency import ABSENT
+from greenroom.experts.offer_table import OfferTable
 from greenroom.experts.sizing import count_fetch_slots
 from greenroom.experts.store import HostStore
 from greenroom.kernels.gpu.combine import combine_kernel
@@ -106,18 +106,7 @@ class DecodePath:
         # One table, so that one copy brings it: rows, then stream_parts.
         self._table = torch.zeros(max(store.num_experts) + 2, dtype=torch.int32, device=device)
         self._table_twin = torch.zeros(len(self._table), dtype=torch.int32, pin_memory=pin)
-        # Another one: every layer's appeal, then every layer's places.
-        counts, most = np.array(store.num_experts), max(store.num_experts)
-        self._offers_twin = torch.full(
-            (len(store) * (most + 3 * self.places),), ABSENT, dtype=torch.int32, pin_memory=pin
-        )
-        appeal, offered = self._split_offers(self._offers_twin)
-        # Until something is known the lower id comes first.
-        appeal.copy_(torch.from_numpy(np.maximum(counts[:, None] - 1 - np.arange(most)[None, :], 0)))
-        self._offers_views = appeal.numpy(), offered.numpy()
-        self._offers = self._offers_twin.to(device, copy=True)
-        self._appeal, self._places = self._split_offers(self._offers)
-        self._offering = False
+        self._offers = OfferTable(store.num_experts, self.places, device)
         # Of each layer: end of dispatch, end of the experts read over PCIe, begin of combine.
         self._spans = torch.zeros(len(store), 4, dtype=torch.int64, device=device)
         self.lane_spans = torch.zeros(len(store), 8, dtype=torch.int64, pin_memory=pin)
@@ -135,7 +124,7 @@ class DecodePath:
             stream_parts: int32 [experts + 1], how many sixteenths of so many absent experts go over PCIe.
             offers: cache slots for experts to land in; of each layer the first ``places``.
         """
-        self._publish_offers(offers)
+        self._offers.publish(offers)
         twin = self._table_twin.numpy()
         if twin[0] == rows and np.array_equal(twin[1 : 1 + len(stream_parts)], stream_parts):
             return
@@ -150,23 +139,6 @@ class DecodePath:
         """Of ``wanted`` as many as there are slots in any layer, and as experts that a step copies."""
         slots = [len(held) for layer, held in enumerate(self._slots) if self._may_land(layer)]
         return min(wanted, self._fetch_slots, max(slots, default=0))
-
-    def _publish_offers(self, offers: Offers | None) -> None:
-        if offers is None and not self._offering:
-            return
-        self._offering = offers is not None
-        appeal, places = self._offers_views
-        if offers is None:
-            places[:] = ABSENT
-        else:
-            appeal[:] = offers.appeal
-            places[:] = offers.places[:, : self.places]
-        self._offers.copy_(self._offers_twin, non_blocking=True)
-
-    def _split_offers(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views: int32 [layers, experts] and [layers, places, 3]."""
-        layers, most = len(self._store), max(self._store.num_experts)
-        return table[: layers * most].view(layers, most), table[layers * most :].view(layers, self.places, 3)
 
     def run(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Enqueues one layer.
@@ -203,8 +175,8 @@ class DecodePath:
             self._table,
             self._slot_of[layer],
             self._table[1:],
-            self._appeal[layer],
-            self._places[layer] if places else self._offers,
+            self._offers.appeal[layer],
+            self._offers.places[layer],
             self._entry_address,
             self._entry_expert,
             self._entry_rows,

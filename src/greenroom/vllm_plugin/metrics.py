@@ -28,6 +28,7 @@ _DESCRIPTIONS = {
     "cpu": "Experts without a slot that the CPU computed.",
     "admissions": "Experts copied into a cache slot.",
     "evictions": "Experts removed from a cache slot.",
+    "landed": "Experts that the GPU read over PCIe straight into a cache slot.",
 }
 
 

@@ -76,8 +76,8 @@ def dispatch_kernel(
         slot_of: int32 [NUM_EXPERTS], slot or -1.
         stream_parts: int32 [NUM_EXPERTS + 1], how many parts of so many absent experts cross PCIe.
         appeal: int32 [NUM_EXPERTS], a permutation of 0 to NUM_EXPERTS - 1.
-        places: int32 [PLACES, 3]: a slot or -1, the expert in it or -1, and the least appeal to land there. A slot
-            whose expert the batch uses is no place.
+        places: int32 [PLACES, 4]: a slot or -1, the expert in it or -1, the least appeal to land there, nothing. A
+            slot whose expert the batch uses is no place.
         entry_address, entry_expert, entry_rows: written: int64, int32, int32 [entries], the experts that the
             GPU computes, those that cross PCIe first, and how many rows of the inner width each has there.
         entry_num: written: int32 [3]: entries in all, those that cross PCIe, those to be copied.
@@ -143,9 +143,9 @@ def dispatch_kernel(
         waiting = tl.where(tl.histogram(safe, EXPERTS_POW2, mask=routed & (heavier < LEADING)) > 0, waiting, -1)
     landing = tl.full((EXPERTS_POW2,), -1, tl.int32)
     for number in tl.static_range(PLACES):
-        offered = tl.load(places + 3 * number)
-        inside = tl.load(places + 3 * number + 1)
-        least = tl.load(places + 3 * number + 2)
+        offered = tl.load(places + 4 * number)
+        inside = tl.load(places + 4 * number + 1)
+        least = tl.load(places + 4 * number + 2)
         read = tl.sum((used & (expert == inside)).to(tl.int32), axis=0)
         best = tl.max(waiting, axis=0)
         lands = (waiting == best) & (best >= 0) & (best >= least) & (offered >= 0) & (read == 0)

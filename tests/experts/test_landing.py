@@ -1,0 +1,359 @@
+"""Landing in passing: what is offered, what the device makes of it, what enters the map. Against brute force."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.experts.cache import ExpertCache, SlotWrite
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.landing import LEAST, SLOT, Offers, choose_offers
+from greenroom.experts.residency import ABSENT, Swap, hold_back_replacements
+from greenroom.experts.split import PARTS
+
+FMT = ExpertFormat(32, 16, torch.bfloat16, Activation(ActivationKind.SILU))
+
+
+@st.composite
+def layers(draw):
+    """scores, if_used, expert_in, writable, arriving of one layer."""
+    experts = draw(st.integers(1, 9))
+    slots = draw(st.integers(0, experts))
+    numbers = st.lists(st.integers(0, 4).map(float), min_size=experts, max_size=experts)
+    expert_in = np.full(slots, ABSENT, dtype=np.int32)
+    held = draw(st.permutations(range(experts)))[: draw(st.integers(0, slots))]
+    expert_in[draw(st.permutations(range(slots)))[: len(held)]] = held
+    flags = st.lists(st.booleans(), min_size=slots, max_size=slots)
+    arriving = np.array(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
+    arriving[list(held)] = False
+    return (
+        np.array(draw(numbers)),
+        np.array(draw(numbers)),
+        expert_in,
+        np.array(draw(flags), dtype=bool),
+        arriving,
+    )
+
+
+@given(layers(), st.integers(0, 4), st.sampled_from([1.0, 2.0]))
+def test_offers_against_brute_force(layer, count, margin):
+    scores, if_used, expert_in, writable, arriving = layer
+    offers = choose_offers(*(part[None] for part in layer), count, margin)
+    experts = len(scores)
+    appeal, places = offers.appeal[0], offers.places[0]
+    assert sorted(appeal) == list(range(experts))
+
+    def worth(expert):
+        return (not arriving[expert], if_used[expert] if not arriving[expert] else 0, scores[expert], -expert)
+
+    assert sorted(range(experts), key=lambda e: appeal[e]) == sorted(range(experts), key=worth)
+    free = [slot for slot in range(len(expert_in)) if writable[slot] and expert_in[slot] == ABSENT]
+    full = [slot for slot in range(len(expert_in)) if writable[slot] and expert_in[slot] != ABSENT]
+    full.sort(key=lambda slot: scores[expert_in[slot]])
+    expected = (free + full)[:count]
+    offered = [place for place in places if place[SLOT] != ABSENT]
+    assert [place[SLOT] for place in offered] == expected
+    for slot, resident, least in offered:
+        assert resident == expert_in[slot]
+        for expert in range(experts):
+            better = resident == ABSENT or if_used[expert] > margin * scores[resident]
+            assert (appeal[expert] >= least) == (better and not arriving[expert])
+
+
+def test_a_shorter_layer_uses_its_own_ranks_alone():
+    scores = np.array([[1.0, 2.0, 0.0, 0.0]])
+    if_used = np.array([[1.0, 2.0, np.inf, np.inf]])
+    offers = choose_offers(scores, if_used, np.array([[ABSENT]]), np.ones((1, 1), bool), np.zeros((1, 4), bool), 1, 1.0)
+    assert offers.appeal[0, :2].tolist() == [0, 1]
+    assert offers.places[0, 0, LEAST] == 0
+
+
+def test_places_that_have_changed_are_left_out():
+    table = np.array(
+        [[[0, 5, 1], [3, ABSENT, 0], [ABSENT] * 3, [1, 2, 4]], [[2, 2, 2], [0, 7, 1], [1, 1, 1], [3, 3, 3]]]
+    )
+    expert_in = np.array([[4, 2, 9, ABSENT], [7, 1, 2, 3]])
+    writable = np.ones((2, 4), bool)
+    writable[1, 1] = False
+    kept = Offers(np.zeros((2, 10)), table).still_there(expert_in, writable, 2)
+    assert kept.places.tolist() == [[[3, ABSENT, 0], [1, 2, 4]], [[2, 2, 2], [0, 7, 1]]]
+    none = Offers(np.zeros((2, 10)), table).still_there(expert_in + 20, writable & False, 2)
+    assert none.places[:, :, SLOT].tolist() == [[ABSENT, ABSENT]] * 2
+
+
+def test_replacements_are_held_back_and_fills_are_not():
+    swaps = [
+        (0, Swap(1, 0, ABSENT, 1.0)),
+        (0, Swap(2, 1, 5, 3.0)),
+        (1, Swap(2, 1, 6, 9.0)),
+        (1, Swap(4, 2, ABSENT, 0.5)),
+    ]
+    assert hold_back_replacements(swaps, 1) == [swaps[0], swaps[3], swaps[2]]
+    assert hold_back_replacements(swaps, -1) == [swaps[0], swaps[3]]
+    assert sorted(hold_back_replacements(swaps, 9), key=str) == sorted(swaps, key=str)
+
+
+# --- the cache
+
+
+def filled_cache() -> ExpertCache:
+    """One layer of six experts and three slots: expert 4 in slot 0, expert 1 in slot 2, slot 1 free."""
+    cache = ExpertCache([6], [3])
+    for expert, slot in ((4, 0), (1, 2)):
+        cache.map_landed(cache.unmap_and_write(0, Swap(expert, slot, ABSENT)))
+    return cache
+
+
+def test_what_lands_enters_the_map_behind_the_step():
+    cache = filled_cache()
+    before = cache.version.copy()
+    cache.offer(np.array([[0, 1, ABSENT]]))
+    cache.check()
+    assert (cache.version - before).tolist() == [[1, 1, 0]]
+    assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, 0, ABSENT], "the step still reads the resident"
+    assert cache.at_stake().tolist() == [[False, False, False, False, True, False]]
+    assert cache.free_slots().tolist() == [[False] * 3]
+    entered, left = cache.settle(np.array([[5, ABSENT, 3]]))
+    cache.check()
+    assert (entered.tolist(), left.tolist()) == ([1], [1])
+    assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, ABSENT, 0]
+    assert (cache.version - before).tolist() == [[2, 2, 0]]
+    assert not cache.at_stake().any()
+
+
+def test_a_failed_step_leaves_offered_slots_empty():
+    cache = filled_cache()
+    cache.offer(np.array([[0, 1]]))
+    entered, left = cache.settle(None)
+    cache.check()
+    assert (entered.tolist(), left.tolist()) == ([0], [1])
+    assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, ABSENT, ABSENT]
+    assert cache.free_slots().tolist() == [[True, True, False]]
+    cache.settle(None)  # nothing is offered any more
+    assert cache.layer_map(0)[1] == 2
+
+
+def test_an_expert_that_is_on_its_way_by_copy_does_not_land_as_well():
+    cache = filled_cache()
+    cache.offer(np.array([[0]]))
+    write = cache.unmap_and_write(0, Swap(3, 1, ABSENT))
+    assert cache.settle(np.array([[3]]))[0].tolist() == [0]
+    cache.check()
+    cache.map_landed(write)
+    cache.check()
+    assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, 1, ABSENT, ABSENT]
+
+
+def test_what_is_offered_is_neither_written_by_a_copy_nor_offered_again():
+    cache = filled_cache()
+    cache.offer(np.array([[0, 1]]))
+    for swap in (Swap(3, 1, ABSENT), Swap(3, 0, 4)):
+        with pytest.raises(ValueError, match="does not hold"):
+            cache.unmap_and_write(0, swap)
+    with pytest.raises(ValueError, match="already"):
+        cache.offer(np.array([[2]]))
+    cache.settle(np.array([[ABSENT, ABSENT]]))
+    cache.unmap_and_write(0, Swap(3, 1, ABSENT))
+    with pytest.raises(ValueError, match="being written"):
+        cache.offer(np.array([[1]]))
+    assert cache.may_be_offered().tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize("slots", [0, 4])
+def test_layers_that_hold_nothing_or_everything_offer_nothing(slots):
+    assert not ExpertCache([4], [slots]).may_be_offered().any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_order_of_offers_copies_and_landings(data):
+    """Map and slots agree whatever happens, and an expert is never in two slots."""
+    experts, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
+    cache = ExpertCache([experts] * 2, [min(slots, experts)] * 2)
+    flying: list[SlotWrite] = []
+    offered = False
+    for _ in range(data.draw(st.integers(1, 25))):
+        match data.draw(st.sampled_from(["copy", "arrive", "offer", "settle", "fail"])):
+            case "copy":
+                layer = data.draw(st.integers(0, 1))
+                absent = np.flatnonzero((cache.slot_of[layer] == ABSENT) & ~cache.being_written()[layer])
+                still = np.flatnonzero(cache.version[layer] % 2 == 0)
+                if len(absent) and len(still):
+                    slot = int(data.draw(st.sampled_from(list(still))))
+                    expert = int(data.draw(st.sampled_from(list(absent))))
+                    flying.append(cache.unmap_and_write(layer, Swap(expert, slot, int(cache.expert_in[layer, slot]))))
+            case "arrive" if flying and not offered:
+                cache.map_landed(flying.pop(0))
+            case "offer" if not offered:
+                may = cache.may_be_offered()
+                places = np.full((2, 2), ABSENT)
+                for layer in range(2):
+                    chosen = np.flatnonzero(may[layer])[: data.draw(st.integers(0, 2))]
+                    places[layer, : len(chosen)] = chosen
+                mapped = cache.slot_of.copy()
+                cache.offer(places)
+                offered = True
+            case "settle" if offered:
+                landed = np.full((2, 2), ABSENT)
+                for layer in range(2):
+                    absent = np.flatnonzero(mapped[layer] == ABSENT)
+                    for place, expert in zip(range(data.draw(st.integers(0, 2))), absent, strict=False):
+                        landed[layer, place] = expert
+                before = (cache.slot_of != ABSENT).sum(axis=1)
+                entered, left = cache.settle(landed)
+                assert ((cache.slot_of != ABSENT).sum(axis=1) == before + entered - left).all()
+                offered = False
+            case "fail" if offered:
+                cache.settle(None)
+                offered = False
+        cache.check()
+
+
+# --- the dispatch kernel
+
+pytest.importorskip("triton")
+
+from greenroom.experts import decode_path  # noqa: E402
+from greenroom.kernels.gpu.tiling import Tiling  # noqa: E402
+from tests.experts.test_decode_path import DEVICE, Parts, check, decode, random_batch, run  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter runs one after another."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(decode_path, "choose_tilings", lambda tokens: (Tiling(32, 16, 32, 4, 3),) * 2)
+
+
+def play(used: np.ndarray, streamed: list[int], offers: Offers) -> list[int]:
+    """Which expert lands in each place, as the kernel's rules say. used: bool [experts]."""
+    waiting = sorted(streamed, key=lambda e: -offers.appeal[0, e])
+    landed = []
+    for slot, resident, least in offers.places[0]:
+        free = slot != ABSENT and (resident == ABSENT or not used[resident])
+        fits = free and waiting and offers.appeal[0, waiting[0]] >= least
+        landed.append(waiting.pop(0) if fits else ABSENT)
+    return landed
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "parts"), [(1, 4, 33), (1, 4, 64), (3, 3, 50), (5, 2, 20)])
+def test_the_device_lands_what_the_rules_say(tokens, top_k, parts):
+    """Random scores, so that some newcomers are worth less than the worst residents."""
+    random = np.random.default_rng(tokens)
+    landed_in_all = refused = 0
+    with decode(FMT, 14, 5, tokens, top_k, update=3) as (manager, steps):
+        steps.split = Parts(parts, 14)
+        for number in range(12):
+            batch = random_batch(FMT, 14, tokens, top_k)
+            before, scores = manager.cache.layer_map(0).copy(), random.random((1, 14))
+            cache = manager.cache
+            manager._offers = choose_offers(
+                scores, scores, cache.expert_in, cache.may_be_offered(), cache.being_written(), 6, 1.0
+            )
+            offers = manager._offers.still_there(cache.expert_in, cache.may_be_offered(), 3)
+            check(run(steps, tokens, 0, batch), batch, manager, tokens)
+            counts = np.bincount(batch[1].reshape(-1).numpy(), minlength=14)
+            absent = [e for e in range(14) if counts[e] and before[e] == ABSENT]
+            absent.sort(key=lambda e: (-counts[e], -offers.appeal[0, e]))
+            streamed = absent[: min(parts, len(absent) * PARTS) // PARTS]
+            expected = play(counts > 0, streamed, offers)
+            path = steps.path
+            assert path.mailboxes.request[0, 6 : 6 + path.places].tolist() == expected, number
+            assert [int(e) for e in path._entry_expert[: len([e for e in expected if e >= 0])].cpu()] == sorted(
+                e for e in expected if e >= 0
+            )
+            for place, expert in zip(offers.places[0], expected, strict=True):
+                if expert != ABSENT and not manager.cache.being_written()[0, expert]:
+                    assert manager.cache.layer_map(0)[expert] == place[SLOT]
+                    if DEVICE.type == "cpu":
+                        slot = manager.tier.slots[0][place[SLOT]]
+                        assert torch.equal(slot, manager.store.blocks(0)[expert])
+            landed_in_all += sum(e != ABSENT for e in expected)
+            refused += len(streamed) > 0 and ABSENT in expected
+            manager.check_invariants()
+    assert landed_in_all >= 4
+    assert refused >= 2
+
+
+def test_only_leading_choices_land():
+    with decode(FMT, 10, 4, 2, 3) as (manager, steps):
+        steps.path._leading = 1
+        steps.split = Parts(16 * 16, 10)
+        hidden, _, weights = random_batch(FMT, 10, 2, 3)
+        ids = torch.tensor([[2, 7, 5], [7, 1, 8]])
+        weights[:] = torch.tensor([[0.1, 0.2, 0.7], [0.4, 0.4, 0.2]])
+        batch = (hidden, ids, weights)
+        check(run(steps, 2, 0, batch), batch, manager, 2)
+        # Everything crosses. The heaviest: 5; and 7, which comes before its equal.
+        assert np.flatnonzero(manager.cache.layer_map(0) != ABSENT).tolist() == [5, 7]
+
+
+def test_a_step_that_may_not_land_leaves_the_cache_alone():
+    with decode(FMT, 10, 4, 1, 3) as (manager, steps):
+        steps.split = Parts(16 * 16, 10)
+        for land in (True, False):
+            before = manager.cache.version.copy()
+            steps.begin(1, land=land)
+            steps.path.run(0, *(tensor.to(DEVICE) for tensor in random_batch(FMT, 10, 1, 3)))
+            steps.enqueued()
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            steps.finish(learn=False)
+            assert (manager.cache.version != before).any() == land
+
+
+def test_a_layer_that_a_step_leaves_out_lands_nothing():
+    """Its mailbox still says what landed in it the time before."""
+    with decode(FMT, 8, 4, 1, 3, layers=2) as (manager, steps):
+        steps.split = Parts(16 * 16, 8)
+        batch = random_batch(FMT, 8, 1, 3)
+        check(run(steps, 1, 1, batch), batch, manager, 1, layer=1)
+        landed = manager.cache.slot_of[1].copy()
+        assert (landed != ABSENT).sum() == 2
+        for _ in range(2):
+            run(steps, 1, 0, random_batch(FMT, 8, 1, 3))
+        manager.check_invariants()
+        assert (manager.cache.slot_of[1] == landed)[landed != ABSENT].all()
+
+
+def test_an_abandoned_step_leaves_nothing_in_offered_slots():
+    with decode(FMT, 8, 4, 1, 3) as (manager, steps):
+        steps.split = Parts(16 * 16, 8)
+        for _ in range(3):
+            run(steps, 1, 0, random_batch(FMT, 8, 1, 3))
+        held = (manager.cache.slot_of != ABSENT).sum()
+        steps.begin(1)
+        at_stake = manager.cache.at_stake().sum()
+        steps.abandon()
+        manager.check_invariants()
+        assert not manager.cache.at_stake().any()
+        assert (manager.cache.slot_of != ABSENT).sum() == held - at_stake
+        assert at_stake > 0
+
+
+def test_a_step_that_cannot_begin_offers_nothing(monkeypatch):
+    with decode(FMT, 8, 4, 1, 3) as (manager, steps):
+        before = manager.cache.slot_of.copy()
+        with monkeypatch.context() as patch:
+            patch.setattr(steps.path, "begin_step", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                steps.begin(1)
+        manager.check_invariants()
+        assert (manager.cache.slot_of == before).all()
+        assert (manager.cache.version % 2 == 0).all()
+        batch = random_batch(FMT, 8, 1, 3)
+        check(run(steps, 1, 0, batch), batch, manager, 1)
+
+
+@pytest.mark.parametrize("update", [0, 1, 9])
+@pytest.mark.parametrize("slots", [1, 2, 7])
+def test_small_caches_and_any_limit(slots, update):
+    with decode(FMT, 8, slots, 2, 3, update=update) as (manager, steps):
+        steps.split = Parts(40, 8)
+        for _ in range(4):
+            batch = random_batch(FMT, 8, 2, 3)
+            check(run(steps, 2, 0, batch), batch, manager, 2)
+            manager.check_invariants()
+        steps.flush()
+        assert (manager.counters.total().landed > 0) == (update > 0)
