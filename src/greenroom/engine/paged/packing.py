@@ -142,23 +142,24 @@ class _Rows:
 
 def _rows(chunks: Sequence[SequenceChunk], block_size: int) -> _Rows:
     """Decode steps come here, while the device waits: few operations a chunk."""
-    counts = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int64, len(chunks))
-    starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
-    ends = np.cumsum(counts)
-    rows = int(counts.sum())
-    places = np.arange(rows)
-    positions = places + np.repeat(starts + counts - ends, counts)
-    widths = (starts + counts - 1) // block_size + 1
-    tables = np.zeros((rows, widths.max(initial=0)), dtype=np.int64)
-    for chunk, width, count, end in zip(chunks, widths.tolist(), counts.tolist(), ends.tolist(), strict=True):
-        own = tables[end - count : end]
+    counts = [len(chunk.token_ids) for chunk in chunks]
+    ids = [*chain.from_iterable(chunk.token_ids for chunk in chunks)]
+    positions = [*chain.from_iterable(range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks)]
+    widths = [(chunk.start + count - 1) // block_size + 1 for chunk, count in zip(chunks, counts, strict=True)]
+    tables = np.empty((len(ids), max(widths, default=0)), dtype=np.int64)
+    row = 0
+    for chunk, width, count in zip(chunks, widths, counts, strict=True):
+        own = tables[row : row + count]
         own[:, :width] = chunk.blocks[:width]
         own[:, width:] = own[:, width - 1 : width]
+        row += count
+    places = np.array(positions, dtype=np.int64)
+    block, place = np.divmod(places, block_size)
     return _Rows(
-        counts=counts,
-        ids=np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, rows),
-        positions=positions,
-        slots=tables[places, positions // block_size] * block_size + positions % block_size,
+        counts=np.array(counts, dtype=np.int64),
+        ids=np.array(ids, dtype=np.int64),
+        positions=places,
+        slots=tables[np.arange(len(ids)), block] * block_size + place,
         tables=tables,
     )
 
@@ -207,14 +208,14 @@ def _check_sizes(chunks: Sequence[SequenceChunk], limits: Limits) -> None:
 
 
 def _check_range(what: str, numbers: np.ndarray, count: int) -> None:
-    # On a GPU, a wrong index would end the process's use of it.
-    lowest, highest = numbers.min(), numbers.max()
-    if lowest < 0 or highest >= count:
+    # On a GPU, a wrong index would end the process's use of it. Negative numbers are large ones without a sign.
+    if numbers.view(np.uint64).max() >= count:
+        lowest, highest = numbers.min(), numbers.max()
         raise ConfigError(f"{what} are 0 to {count - 1}, not {lowest} to {highest}")
 
 
 def _check_owners(slots: np.ndarray) -> None:
-    if len(np.unique(slots)) < len(slots):
+    if len(set(slots.tolist())) < len(slots):
         raise ConfigError(
             "two tokens of a batch would be written to the same place; a block that is written has one owner"
         )
