@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from greenroom.config import OffloadConfig
 from greenroom.engine.dbo import halvable
 from greenroom.engine.model_shape import ModelShape
+from greenroom.engine.offload import weights_config
 from greenroom.errors import ConfigError
 from greenroom.experts.sizing import count_fetch_slots
 
@@ -91,8 +93,14 @@ class WorkingMemory:
         return self.kv_bytes + self.activation_bytes + self.decode_bytes + self.fixed_bytes
 
 
-def working_memory(shape: ModelShape, demand: Demand, on_gpu: bool) -> WorkingMemory:
+def working_memory(
+    shape: ModelShape, demand: Demand, on_gpu: bool, config: OffloadConfig | None = None
+) -> WorkingMemory:
     """
+    Args:
+        config: with which the model runs, if that is known: where it asks for slots for all experts none is fetched,
+            and prefetched weights serve one half at a time.
+
     Raises:
         ConfigError: more context than the model has.
     """
@@ -103,7 +111,7 @@ def working_memory(shape: ModelShape, demand: Demand, on_gpu: bool) -> WorkingMe
     return WorkingMemory(
         _kv_bytes(shape, demand),
         _activation_bytes(shape, demand),
-        _decode_bytes(shape, demand) if on_gpu else 0,
+        _decode_bytes(shape, demand, config or OffloadConfig()) if on_gpu else 0,
         _FIXED_BYTES if on_gpu else 0,
     )
 
@@ -129,18 +137,21 @@ def _activation_bytes(shape: ModelShape, demand: Demand) -> int:
     return rows + demand.concurrency * shape.vocabulary * (item + 2 * 4)
 
 
-def _decode_bytes(shape: ModelShape, demand: Demand) -> int:
+def _decode_bytes(shape: ModelShape, demand: Demand, config: OffloadConfig) -> int:
     """Of both halves' ``DecodePath``. And logits, by far the largest of the rest."""
     logits = _LOGITS * demand.bucket * shape.vocabulary * shape.spec.dtype.itemsize
-    return sum(_path_bytes(shape, rows) for rows in (demand.bucket, demand.second_half) if rows) + logits
+    second = 0 if weights_config(config).backend == "prefetch" else demand.second_half
+    most = max(layer.num_experts for layer in shape.spec.layers)
+    absent = config.cache_expert_num is None or config.cache_expert_num < most
+    return sum(_path_bytes(shape, rows, absent) for rows in (demand.bucket, second) if rows) + logits
 
 
-def _path_bytes(shape: ModelShape, rows: int) -> int:
+def _path_bytes(shape: ModelShape, rows: int, absent: bool) -> int:
     """Of a ``DecodePath``: fetch buffer, activations and partial sums."""
     layers = shape.spec.layers
     pairs = rows * max(shape.top_k)
     entries = min(max(layer.num_experts for layer in layers), pairs)
     largest = max(layer.format.block_bytes for layer in layers)
     inter, hidden = max(layer.format.inter for layer in layers), max(layer.format.hidden for layer in layers)
-    fetch = count_fetch_slots(largest, entries) * largest
+    fetch = count_fetch_slots(largest, entries) * largest if absent else 0
     return fetch + entries * rows * inter * shape.spec.dtype.itemsize + pairs * hidden * 4

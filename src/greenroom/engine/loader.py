@@ -111,7 +111,7 @@ def _reserved_bytes(hf_config: PretrainedConfig, dtype: torch.dtype, demand: Dem
         logger.warning("no memory is kept for KV cache and activations: %s", error)
         return 0
     demand = replace(demand, context=min(demand.context, shape.max_context or demand.context))
-    return working_memory(shape, demand, request.device.type == "cuda").total
+    return working_memory(shape, demand, request.device.type == "cuda", request.config).total
 
 
 def _make_config(config: OffloadConfig | None, knobs: dict[str, object]) -> OffloadConfig:

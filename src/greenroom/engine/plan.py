@@ -129,7 +129,7 @@ def plan_model(
         raise ConfigError("a plan with a GPU needs the bandwidth of PCIe, and one without a GPU has none")
     layers = shape.spec.layers
     selection = select(shape.spec.weights, shape.spec.decoder, weights)
-    working = working_memory(shape, demand, on_gpu)
+    working = working_memory(shape, demand, on_gpu, config)
     memory = lay_out(
         config,
         [layer.format for layer in layers],
