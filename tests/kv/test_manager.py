@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from greenroom.errors import ConfigError
 from greenroom.kv.manager import HostBlockManager, LoadTicket, StoreTicket
 from greenroom.kv.policies import POLICIES
-from greenroom.kv.prefix import block_keys
+from greenroom.kv.prefix import START, block_keys, tail_key
 from tests.reference.host_blocks import SlowHostBlocks
 
 # Sequences that share beginnings: a path through a tree with two branches at each step.
@@ -30,6 +30,7 @@ class Store:
     ticket: StoreTicket
     model: list[dict]
     sequence: tuple
+    first: int
 
 
 class Books(RuleBasedStateMachine):
@@ -80,23 +81,47 @@ class Books(RuleBasedStateMachine):
         self.manager.complete_load(load.ticket)
         self.model.let_go(load.model)
 
-    @rule(sequence=SEQUENCES)
-    def store(self, sequence: tuple) -> None:
-        before = self.snapshot()
-        ticket = self.manager.prepare_store(keys_of(sequence))
-        expected = self.model.store(sequence) if self.exact else self.model_follows(sequence, ticket)
+    @rule(sequence=SEQUENCES, data=st.data())
+    def store(self, sequence: tuple, data: st.DataObject) -> None:
+        factor = self.model.factor
+        first = data.draw(st.integers(0, (len(sequence) - 1) // factor)) * factor
+        before, keys = self.snapshot(), keys_of(sequence)
+        ticket = self.manager.prepare_store(
+            keys[first:], keys[first - 1] if first else START, [(token,) for token in sequence[first:]]
+        )
+        self.nothing_left_before_its_followers(before)
+        expected = self.model.store(first, sequence) if self.exact else self.model_follows(first, sequence, ticket)
         if ticket is None:
             assert expected is None
             assert self.snapshot() == before
             return
         assert expected is not None
         assert list(ticket.keys) == [keys_of(block["prefix"])[-1] for block in expected]
-        factor = self.model.factor
-        ends = [len(block["prefix"]) for block in expected]
+        ends = [len(block["prefix"]) - first for block in expected]
         assert ticket.sources.tolist() == [source for end in ends for source in range(end - factor, end)]
         for part in ticket.parts.tolist():
             self.memory[part] = ...
-        self.stores.append(Store(ticket, expected, sequence))
+        self.stores.append(Store(ticket, expected, sequence, first))
+
+    def nothing_left_before_its_followers(self, before: set[bytes]) -> None:
+        """Not even for a moment: what was evicted had no follower that stayed."""
+        after = self.snapshot()
+        for block in self.model.blocks:
+            previous = self.model.before(block["prefix"])
+            if previous and (key := keys_of(previous)[-1]) in before - after:
+                assert keys_of(block["prefix"])[-1] not in after, f"{key!r} left before a block that follows it"
+
+    @rule(sequence=SEQUENCES, token=st.integers(0, 1))
+    def lookup_part(self, sequence: tuple, token: int) -> None:
+        """A block is one token here, so it agrees or not."""
+        found = self.manager.lookup_part(keys_of(sequence)[-1], (token, 7))
+        block = self.model.find((*sequence, token))
+        if self.model.factor > 1 or block is None or not block["ready"]:
+            assert found is None
+            return
+        assert found == (keys_of((*sequence, token))[-1], 1)
+        self.model.hold([block])
+        self.model.let_go([block])
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), ok=st.booleans())
@@ -104,7 +129,7 @@ class Books(RuleBasedStateMachine):
         store = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
         for source, part in zip(store.ticket.sources.tolist(), store.ticket.parts.tolist(), strict=True):
             assert self.memory[part] is ...
-            self.memory[part] = store.sequence[: source + 1] if ok else None
+            self.memory[part] = store.sequence[: store.first + source + 1] if ok else None
         self.manager.complete_store(store.ticket, ok)
         if ok:
             for block in store.model:
@@ -137,24 +162,25 @@ class Books(RuleBasedStateMachine):
     def snapshot(self) -> set[bytes]:
         return set(self.manager._blocks)
 
-    def model_follows(self, sequence: tuple, ticket: StoreTicket | None) -> list[dict] | None:
+    def model_follows(self, first: int, sequence: tuple, ticket: StoreTicket | None) -> list[dict] | None:
         """For policies that choose other victims: those that the manager chose, if it might choose them."""
         model, after = self.model, self.snapshot()
-        prefixes = [sequence[:end] for end in range(model.factor, len(sequence) + 1, model.factor)]
-        new = [prefix for prefix in prefixes if model.find(prefix) is None]
-        idle = [block for block in model.blocks if not block["users"] and block["prefix"] not in prefixes]
-        excess = max(0, len(model.blocks) + len(new) - model.num_blocks)
-        assert (ticket is None) == (excess > len(idle))
-        if ticket is None:
-            return None
+        new = model.new_prefixes(first, sequence)
+        prefixes = [sequence[:end] for end in range(first + model.factor, len(sequence) + 1, model.factor)]
         victims = [block for block in model.blocks if keys_of(block["prefix"])[-1] not in after]
-        assert len(victims) == excess
         for block in victims:
-            assert block in idle
+            assert not block["users"]
+            assert block["prefix"] not in prefixes
             model.blocks.remove(block)
-        stored = [{"prefix": prefix, "users": 1, "ready": False} for prefix in new]
+        placed = 0 if ticket is None else len(ticket.keys)
+        stored = [{"prefix": prefix, "users": 1, "ready": False} for prefix in new[:placed]]
         model.blocks += stored
-        return stored
+        assert len(model.blocks) <= model.num_blocks
+        if placed < len(new):  # there was no room, and no block for it that might leave
+            assert len(model.blocks) == model.num_blocks
+            idle = [block for block in model.may_leave(model.before(new[placed])) if block["prefix"] not in prefixes]
+            assert not idle
+        return stored if ticket is not None else None
 
 
 class ArcBooks(Books):
@@ -184,6 +210,59 @@ def test_the_beginning_of_a_sequence_stays_longest(policy: str) -> None:
     assert manager.evictions == 3
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_sequence_that_came_in_several_stores_leaves_from_its_end(policy: str, factor: int) -> None:
+    """Passes store their blocks one after another, and nobody ever asks for the first ones again."""
+    manager = HostBlockManager(5, factor, policy)
+    keys, others = keys_of((0,) * 4 * factor), keys_of((1,) * 5 * factor)
+    for first in range(4):
+        store(manager, keys[first * factor : (first + 1) * factor], keys[first * factor - 1] if first else START)
+    for count in range(1, 5):
+        store(manager, others[(count - 1) * factor : count * factor], [START, *others][(count - 1) * factor])
+        assert manager.lookup(keys) == min(4, 5 - count) * factor
+        assert manager.lookup(others) == count * factor
+
+
+def test_a_sequence_alone_does_not_push_out_its_own_beginning() -> None:
+    manager = HostBlockManager(3)
+    keys = keys_of((0,) * 6)
+    assert store(manager, keys).keys == tuple(keys[:3])
+    assert manager.prepare_store(keys[3:], keys[2]) is None
+    assert manager.lookup(keys) == 3
+    manager.check()
+
+
+def test_tails_and_parts_are_found_by_their_tokens() -> None:
+    manager = HostBlockManager(3)
+    first = block_keys(range(4), 4)
+    tail = tail_key(first[0], (4, 5, 6))
+    ticket = manager.prepare_store(first, START, [range(4)])
+    assert manager.lookup_part(START, (0, 1)) is None  # not before it is there
+    assert ticket is not None
+    manager.complete_store(ticket, ok=True)
+    assert manager.lookup_part(START, (0, 1, 9)) == (first[0], 2)
+    store(manager, [tail], first[0], [(4, 5, 6)])
+    assert manager.lookup_part(first[0], (4, 5, 6, 7)) == (tail, 3)
+    assert manager.lookup_part(first[0], (5,)) is None
+    assert manager.prepare_load([*first, tail]).parts.tolist() == [0, 1]
+    for number in range(2):  # the tail is held by the load, the block before it is followed
+        assert (manager.prepare_store(keys_of((number,))) is None) == bool(number)
+    manager.check()
+
+
+def test_what_left_is_not_found_by_its_tokens() -> None:
+    manager = HostBlockManager(1)
+    key = block_keys(range(4), 4)
+    store(manager, key, START, [range(4)])
+    ticket = manager.prepare_store(keys_of((1,)), START, [(1,)])
+    assert manager.lookup_part(START, (0,)) is None
+    assert ticket is not None
+    manager.complete_store(ticket, ok=False)
+    assert manager.lookup_part(START, (1,)) is None
+    manager.check()
+
+
 def test_a_store_is_cut_to_whole_host_blocks() -> None:
     manager = HostBlockManager(3, 2)
     assert store(manager, keys_of((0, 1, 0))).sources.tolist() == [0, 1]
@@ -201,8 +280,10 @@ def test_bad_numbers_are_refused(blocks: int, factor: int, policy: str) -> None:
         HostBlockManager(blocks, factor, policy)
 
 
-def store(manager: HostBlockManager, keys: list[bytes]) -> StoreTicket:
-    ticket = manager.prepare_store(keys)
+def store(
+    manager: HostBlockManager, keys: list[bytes], after: bytes = START, tokens: list | None = None
+) -> StoreTicket:
+    ticket = manager.prepare_store(keys, after, tokens)
     assert ticket is not None
     manager.complete_store(ticket, ok=True)
     manager.check()

@@ -12,7 +12,7 @@ from greenroom.kv.base import Transfers
 from greenroom.kv.config import KVOffloadConfig
 from greenroom.kv.copies import BlockCopies
 from greenroom.kv.offload import HostKVOffload
-from greenroom.kv.prefix import block_keys
+from greenroom.kv.prefix import START, block_keys, tail_key
 
 BLOCKS, SIZE = 12, 4
 
@@ -106,18 +106,55 @@ def test_failed_jobs_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_that_is_under_way_is_evicted() -> None:
     tensors = device_tensors()
     first, second = block_keys(range(2 * SIZE), SIZE), block_keys(range(100, 100 + 2 * SIZE), SIZE)
-    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 3)), tensors)
+    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 2)), tensors)
     try:
         job = offload.start_store(first, [0, 1])
-        assert offload.start_store(second, [2, 3]) is None  # one place, and nothing may leave
+        assert offload.start_store(second, [2, 3]) is None  # no place, and nothing may leave
         assert offload.stats().refused_stores == 1
         assert settle(offload).done == (job,)
         load = offload.start_load(first, [4, 5])
         assert offload.start_store(second, [2, 3]) is None
         assert settle(offload).done == (load,)
         settle_store(offload, second)
-        assert (offload.lookup(second), offload.lookup(first)) == (2, 1)
-        assert offload.stats().evictions == 1
+        assert (offload.lookup(second), offload.lookup(first)) == (2, 0)
+        assert offload.stats().evictions == 2
+    finally:
+        offload.close()
+
+
+def test_where_room_lacks_the_beginning_is_stored() -> None:
+    tensors = device_tensors()
+    before = [tensor.clone() for tensor in tensors]
+    keys = block_keys(range(4 * SIZE), SIZE)
+    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 3)), tensors)
+    try:
+        settle_store(offload, keys)
+        assert offload.start_store(keys[3:], [3], keys[2]) is None  # not for the blocks before it
+        offload.start_load(keys[:3], [9, 10, 11])
+        settle(offload)
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(tensor[9:12], old[:3])
+    finally:
+        offload.close()
+
+
+def test_a_tail_comes_back_and_part_of_a_full_block() -> None:
+    tensors = device_tensors()
+    before = [tensor.clone() for tensor in tensors]
+    (first,) = block_keys(range(SIZE), SIZE)
+    tail = tail_key(first, [4, 5])
+    offload = HostKVOffload(KVOffloadConfig(host_size(tensors, 3)), tensors)
+    try:
+        offload.start_store([first, tail], [3, 7], START, [range(SIZE), [4, 5]])
+        assert offload.lookup_part(START, [0, 1]) is None  # not before it is there
+        settle(offload)
+        assert offload.lookup_part(START, [0, 1, 9]) == (first, 2)
+        assert offload.lookup([first]) == 1
+        assert offload.lookup_part(first, [4, 5, 6]) == (tail, 2)
+        load = offload.start_load([first, tail], [0, 1])
+        assert settle(offload).done == (load,)
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(tensor[:2], old[[3, 7]])
     finally:
         offload.close()
 

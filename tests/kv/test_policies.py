@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.kv.policies import POLICIES, ArcPolicy, EvictionPolicy, LruPolicy
+from greenroom.kv.eviction import EvictionPolicy
+from greenroom.kv.policies import POLICIES, ArcPolicy, LruPolicy
+from greenroom.kv.prefix import START
 from tests.reference.arc import PaperArc
 
 
@@ -15,7 +17,7 @@ def request(policy: EvictionPolicy, key: bytes) -> None:
     if key in resident:
         policy.hold(key)
     else:
-        victim = policy.admit(key, full=len(resident) == policy.capacity)
+        victim = policy.admit(key, START, full=len(resident) == policy.capacity)
         assert (victim is not None) == (len(resident) == policy.capacity)
         assert policy.resident() == (resident | {key}) - {victim}
     policy.release(key)
@@ -69,35 +71,51 @@ def test_lru_is_a_list(capacity: int, keys: list[bytes]) -> None:
         request(policy, key)
         order = [*[other for other in order if other != key][-capacity:], key]
         order = order[-capacity:]
-        assert [*policy._order] == order
+        assert [*policy._blocks.order] == order
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(data=st.data())
-def test_held_blocks_stay(name: str, data: st.DataObject) -> None:
+def test_held_blocks_stay_and_those_that_others_follow(name: str, data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 5))
     policy = POLICIES[name](capacity)
     held: set[bytes] = set()
-    for _ in range(data.draw(st.integers(0, 40))):
+    after: dict[bytes, bytes] = {}  # of resident ones
+    released: dict[bytes, int] = {}
+    for now in range(data.draw(st.integers(0, 40))):
         key = data.draw(KEYS)
         before = policy.resident()
         if key in held and data.draw(st.booleans()):
             held.remove(key)
             if data.draw(st.booleans()):
                 policy.release(key)
+                released[key] = now
             else:
                 policy.drop(key)
                 assert policy.resident() == before - {key}
+                del after[key]
         elif key in before:
             policy.hold(key)
             held.add(key)
-        elif len(before) < capacity or policy.evictable:
-            victim = policy.admit(key, full=len(before) == capacity)
-            assert victim not in held
+        else:
+            previous = data.draw(st.sampled_from([START, *(bytes([number]) for number in range(key[0]))]))
+            may_leave = before - held - {previous} - set(after.values())
+            assert policy.can_evict(previous) == bool(may_leave)
+            if len(before) == capacity and not may_leave:
+                continue
+            victim = policy.admit(key, previous, full=len(before) == capacity)
+            after[key] = previous
+            assert (victim is not None) == (len(before) == capacity)
+            if victim is not None:
+                assert victim in may_leave
+                if name == "lru":
+                    assert victim == min(may_leave, key=released.__getitem__)
+                del after[victim]
             held.add(key)
         policy.check()
+        assert policy.resident() == after.keys()
         assert held <= policy.resident()
-        assert policy.evictable == len(policy.resident()) - len(held)
+        assert policy.idle == len(policy.resident()) - len(held)
 
 
 def test_arc_keeps_what_is_used_again_through_a_scan() -> None:
@@ -110,3 +128,30 @@ def test_arc_keeps_what_is_used_again_through_a_scan() -> None:
         survivors[name] = policy.resident() & {bytes([key]) for key in range(5)}
     assert len(survivors["arc"]) == 5
     assert not survivors["lru"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_blocks_that_are_no_longer_followed_are_as_old_as_before(name: str) -> None:
+    policy = POLICIES[name](5)
+    for key, after in ((b"a", START), (b"b", START), (b"x", b"a"), (b"y", b"b")):
+        policy.admit(key, after, full=False)
+    policy.release(b"a")
+    policy.release(b"b")
+    assert not policy.can_evict(START)  # both are passed over, as others follow them
+    policy.drop(b"x")
+    policy.drop(b"y")
+    policy.check()
+    for key in (b"p", b"q", b"r"):
+        policy.admit(key, START, full=False)
+    assert [policy.admit(key, START, full=True) for key in (b"s", b"t")] == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_block_does_not_leave_for_the_one_that_follows_it(name: str) -> None:
+    policy = POLICIES[name](2)
+    for key in (b"a", b"b"):
+        policy.admit(key, START, full=False)
+        policy.release(key)
+    assert policy.admit(b"x", b"a", full=True) == b"b"
+    policy.check()
+    assert not policy.can_evict(START)

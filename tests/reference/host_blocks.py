@@ -43,19 +43,34 @@ class SlowHostBlocks:
             if not block["users"]:
                 self.to_the_end(block)
 
-    def store(self, sequence: tuple) -> list[dict] | None:
-        """The new blocks, or None; ``sequence`` starts at its first device block."""
-        prefixes = [sequence[:end] for end in range(self.factor, len(sequence) + 1, self.factor)]
-        present = [block for prefix in prefixes if (block := self.find(prefix))]
-        new = [prefix for prefix in prefixes if self.find(prefix) is None]
+    def before(self, prefix: tuple) -> tuple:
+        """The prefix that the host block before stands for."""
+        return prefix[: len(prefix) - self.factor]
+
+    def may_leave(self, sparing: tuple) -> list[dict]:
+        """Blocks that nobody uses and no other follows, oldest first; ``sparing`` is about to be followed."""
+        followed = {self.before(block["prefix"]) for block in self.blocks} | {sparing}
+        return [block for block in self.blocks if not block["users"] and block["prefix"] not in followed]
+
+    def new_prefixes(self, first: int, sequence: tuple) -> list[tuple]:
+        """Of whole host blocks from device block ``first`` on, those that are not there."""
+        ends = range(first + self.factor, len(sequence) + 1, self.factor)
+        return [sequence[:end] for end in ends if self.find(sequence[:end]) is None]
+
+    def store(self, first: int, sequence: tuple) -> list[dict] | None:
+        """The new blocks, as many as there is room for, or None if for none; ``first`` begins a host block."""
+        ends = range(first + self.factor, len(sequence) + 1, self.factor)
+        present = [block for end in ends if (block := self.find(sequence[:end]))]
+        new = self.new_prefixes(first, sequence)
         self.hold(present)
-        leaving = [block for block in self.blocks if not block["users"]]
-        excess = max(0, len(self.blocks) + len(new) - self.num_blocks)
-        stored = None
-        if excess <= len(leaving):
-            for block in leaving[:excess]:
-                self.blocks.remove(block)
-            stored = [{"prefix": prefix, "users": 1, "ready": False} for prefix in new]
-            self.blocks += stored
+        stored: list[dict] = []
+        for prefix in new:
+            if len(self.blocks) == self.num_blocks:
+                leaving = self.may_leave(self.before(prefix))
+                if not leaving:
+                    break
+                self.blocks.remove(leaving[0])
+            stored.append({"prefix": prefix, "users": 1, "ready": False})
+            self.blocks.append(stored[-1])
         self.let_go(present)
-        return stored
+        return stored if stored or not new else None

@@ -108,6 +108,7 @@ class SlowOffload:
     def __init__(self, runner: SlowRunner, room: int) -> None:
         self.runner, self.room = runner, room
         self.kept: dict[bytes, list[int]] = {}
+        self.begins: dict[bytes, tuple[bytes, list[int]]] = {}  # what each key was said to hold, and behind what
         self.jobs: dict[int, tuple] = {}
         self.ended: list[tuple[int, bool]] = []
         self.closed = 0
@@ -119,6 +120,16 @@ class SlowOffload:
             count += 1
         return count
 
+    def lookup_part(self, after, tokens) -> tuple[bytes, int] | None:
+        best = max(self.kept, key=lambda key: self._agreeing(key, after, tokens), default=None)
+        count = 0 if best is None else self._agreeing(best, after, tokens)
+        return (best, count) if count else None
+
+    def _agreeing(self, key, after, tokens) -> int:
+        behind, held = self.begins[key]
+        same = [held[:count] == [*tokens[:count]] for count in range(1, min(len(held), len(tokens)) + 1)]
+        return sum(same) if behind == after else 0
+
     def start_load(self, keys, block_ids) -> int:
         assert len(keys) == len(block_ids) > 0
         contents = [self.kept[key] for key in keys]
@@ -126,7 +137,10 @@ class SlowOffload:
             self.runner.memory[block] = [GARBAGE] * self.runner.block_size
         return self._start("load", keys, block_ids, contents)
 
-    def start_store(self, keys, block_ids) -> int | None:
+    def start_store(self, keys, block_ids, after, tokens) -> int | None:
+        for key, block, before, held in zip(keys, block_ids, [after, *keys], tokens, strict=False):
+            assert self.runner.memory[block][: len(held)] == [*held], "a block holds something else"
+            self.begins[key] = before, [*held]
         new = [(key, block) for key, block in zip(keys, block_ids, strict=True) if key not in self.kept]
         if not new:
             return None

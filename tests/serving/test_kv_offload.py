@@ -86,14 +86,41 @@ def test_an_evicted_prefix_comes_back(loaded, factor: int, policy: str) -> None:
         assert engine.stats().loaded_tokens == 0
         tokens, finished = Answer(engine, first).wait()
         assert tokens == expected
-        # 120 tokens may be reused, 7 whole blocks; in pairs, 6.
-        whole = {1: 7, 2: 6}[factor] * BLOCK
-        assert finished.cached_tokens == whole
-        assert engine.stats().loaded_tokens == whole
+        # 120 tokens may be reused, 7 whole blocks and half a one; in pairs, 6 blocks.
+        found, whole, loaded_blocks = {1: (120, 7, 8), 2: (96, 6, 6)}[factor]
+        assert finished.cached_tokens == found
+        assert engine.stats().loaded_tokens == found
         stats = engine.stats()
         assert stats.prompt_tokens == 5 * 121
-        assert stats.kv_offload.load.blocks * BLOCK == stats.kv_offload.hit_blocks * BLOCK == whole
-        assert stats.kv_offload.store.nbytes >= 4 * whole // BLOCK * BLOCK_BYTES
+        assert (stats.kv_offload.hit_blocks, stats.kv_offload.load.blocks) == (whole, loaded_blocks)
+        assert stats.kv_offload.store.nbytes >= 4 * loaded_blocks * BLOCK_BYTES
+
+
+def test_a_prompt_of_whole_blocks_comes_back_but_for_its_last_token(loaded) -> None:
+    first, *others = prompts(loaded[1], 4, 112)
+    with opened(loaded, KVOffloadConfig(64 * BLOCK_BYTES)) as engine:
+        expected, _ = Answer(engine, first).wait()
+        for other in others:
+            Answer(engine, other).wait()
+        tokens, finished = Answer(engine, first).wait()
+        assert (tokens, finished.cached_tokens, engine.stats().loaded_tokens) == (expected, 111, 111)
+
+
+def test_a_chat_goes_on_where_it_ended(loaded) -> None:
+    """On the device and from host memory, each turn computes what is new and the last token of the answer before."""
+    first, *others = prompts(loaded[1], 4, 90)
+    for away in (False, True):
+        with opened(loaded, KVOffloadConfig(64 * BLOCK_BYTES)) as engine:
+            answer, _ = Answer(engine, first).wait()
+            if away:
+                for other in others:
+                    Answer(engine, other).wait()
+            turn = [*first, *answer, *others[0][:5]]
+            tokens, finished = Answer(engine, turn).wait()
+            assert finished.cached_tokens == 97  # 90 and 8, but for the last one
+            assert engine.stats().loaded_tokens == (97 if away else 0)
+        with opened(loaded, None) as engine:
+            assert Answer(engine, turn).wait()[0] == tokens
 
 
 def test_without_offload_it_is_computed_again(loaded) -> None:

@@ -17,6 +17,9 @@ class Offload:
 
     def __init__(self) -> None:
         self.has = 0
+        self.part = 0
+        self.asked: list[tuple[bytes, list[int]]] = []
+        self.offered: list[tuple[bytes, list[list[int]]]] = []
         self.begun: list[tuple[str, int, list[int]]] = []
         self.ended = Transfers()
         self.stores = False
@@ -27,7 +30,12 @@ class Offload:
     def start_load(self, keys, block_ids) -> int:
         return self._begin("load", block_ids)
 
-    def start_store(self, keys, block_ids) -> int | None:
+    def lookup_part(self, after, tokens) -> tuple[bytes, int] | None:
+        self.asked.append((after, [*tokens]))
+        return (b"part", min(self.part, len(tokens))) if self.part and tokens else None
+
+    def start_store(self, keys, block_ids, after, tokens) -> int | None:
+        self.offered.append((after, [[*held] for held in tokens]))
         return self._begin("store", block_ids) if self.stores else None
 
     def poll(self) -> Transfers:
@@ -350,8 +358,72 @@ class TestHostMemory:
         step(scheduler)
         kind, job, blocks = offload.begun[0]
         assert (kind, blocks) == ("store", [*sequence.blocks[:2]])
+        tail = sequence.blocks[2]
         scheduler.finish(sequence)
-        assert scheduler.pool.used == 2
-        offload.ended = Transfers(failed=(job,))
+        assert offload.begun[1] == ("store", 1, [tail])
+        assert offload.offered[1] == (sequence.keys[1], [[8]])
+        assert scheduler.pool.used == 3
+        offload.ended = Transfers(failed=(job,), done=(1,))
         step(scheduler)
         assert scheduler.pool.used == 0
+
+    def test_a_tail_that_is_being_stored_is_copied_and_not_taken_over(self) -> None:
+        offload = Offload()
+        offload.stores = True
+        copied: list[tuple[int, int]] = []
+        scheduler = make(num_blocks=12, offload=offload, copy=lambda *pair: copied.append(pair))
+        first = add(scheduler, 0, 6)
+        step(scheduler)
+        tail = first.blocks[1]
+        scheduler.finish(first)
+        second = add(scheduler, 1, 7, letter=0)
+        step(scheduler)
+        assert second.cached_tokens == 6
+        assert copied == [(tail, second.blocks[1])]
+
+    def test_part_of_a_block_is_loaded_behind_full_ones(self) -> None:
+        offload = Offload()
+        offload.has, offload.part = 1, 2
+        scheduler = make(offload=offload)
+        sequence = add(scheduler, 0, 9)
+        assert step(scheduler) == []
+        assert offload.asked == [(sequence.keys[0], [4, 5, 6, 7])]
+        assert len(offload.begun[0][2]) == 2
+        offload.ended = Transfers(done=(0,))
+        assert step(scheduler) == [(0, 3)]
+        assert sequence.cached_tokens == scheduler.loaded_tokens == 6
+
+    def test_part_of_a_block_alone_is_loaded_if_the_device_has_less(self) -> None:
+        offload = Offload()
+        scheduler = make(offload=offload)
+        scheduler.finish(TestAdmission().done(scheduler, 0, 3))
+        offload.part = 3
+        second = add(scheduler, 1, 4, letter=0)
+        assert step(scheduler) == [(1, 1)]  # three tokens are here
+        scheduler.finish(second)
+        third = Sequence(2, [0, 77, 78, 79])
+        scheduler.add(third, 5)
+        assert step(scheduler) == []
+        assert scheduler.loading == [third]
+        offload.ended = Transfers(failed=(0,))
+        assert step(scheduler) == [(2, 3)]  # one token is here
+        assert third.cached_tokens == 1
+
+    def test_no_tails_where_host_blocks_are_several(self) -> None:
+        offload = Offload()
+        offload.block_factor, offload.stores = 2, True
+        scheduler = make(offload=offload)
+        sequence = add(scheduler, 0, 14)
+        step(scheduler)
+        scheduler.finish(sequence)
+        assert [len(blocks) for _, _, blocks in offload.begun] == [2]
+
+    def test_what_is_given_up_is_not_stored(self) -> None:
+        """Or those that need its blocks would have to wait."""
+        offload = Offload()
+        offload.stores = True
+        scheduler = make(offload=offload)
+        sequence = add(scheduler, 0, 3)
+        step(scheduler)
+        scheduler._preempt(sequence)
+        assert not offload.begun

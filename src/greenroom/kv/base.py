@@ -37,7 +37,7 @@ class LaneStats:
 class KVOffloadStats:
     """Counts so far.
 
-    queried_blocks, hit_blocks: device blocks that were asked for, and those of them that could be loaded.
+    queried_blocks, hit_blocks: full device blocks that were asked for, and those of them that could be loaded.
     refused_stores: for which nothing could leave. evictions: host blocks that left for others.
     host_blocks, host_blocks_used: of ``block_factor`` device blocks each.
     """
@@ -54,7 +54,7 @@ class KVOffloadStats:
 
 
 class KVOffload(Protocol):
-    """Copies full KV blocks from the device to a larger memory and back.
+    """Copies KV blocks from the device to a larger memory and back.
 
     Called by one thread; blocks in ``wait`` and ``close`` alone.
 
@@ -70,25 +70,43 @@ class KVOffload(Protocol):
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many of the first keys in a row could be loaded now. They count as used."""
 
+    def lookup_part(self, after: BlockKey, tokens: Sequence[int]) -> tuple[BlockKey, int] | None:
+        """A block that could be loaded now and begins with some of ``tokens``, the more the better, and how many.
+
+        It counts as used. Where ``block_factor`` is not 1, none is found.
+
+        Args:
+            after: key of the block before it, b"" at the start.
+        """
+
     def start_load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int:
         """Begins to copy ``keys`` into the device's blocks, behind all device work enqueued so far.
 
         Args:
-            keys: what ``lookup`` has just promised, no call in between.
+            keys: what ``lookup`` has just promised, what ``lookup_part`` has, or the latter behind the former.
             block_ids: one for each.
 
         Returns:
             The job's id.
         """
 
-    def start_store(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int | None:
+    def start_store(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        after: BlockKey,
+        tokens: Sequence[Sequence[int]],
+    ) -> int | None:
         """Begins to copy the device's blocks, as they are once the device work enqueued so far has ended.
 
-        Keys that are there already are not copied again; where room lacks, only some may be kept.
+        Keys that are there already are not copied again; where room lacks, only the first ones are kept.
 
         Args:
             keys: of consecutive blocks of a sequence, the first at a multiple of ``block_factor``. Those at the end
-                that do not make up another multiple are left out.
+                that do not make up another multiple are left out. Only if ``block_factor`` is 1, the last one may be
+                the ``tail_key`` of a block that is not full.
+            after: key of the block before them, b"" at the start. It does not leave before them.
+            tokens: what each block begins with.
             block_ids: one for each.
 
         Returns:

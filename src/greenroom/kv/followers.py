@@ -1,6 +1,6 @@
 """Followers: of the blocks that continue a prefix, the one that agrees longest with given tokens."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from greenroom.kv.prefix import BlockKey
@@ -25,6 +25,9 @@ class Followers(Generic[B]):
 
     def __contains__(self, block: B) -> bool:
         return block in self._places
+
+    def __iter__(self) -> Iterator[B]:
+        return iter(self._places)
 
     def __len__(self) -> int:
         return len(self._places)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenroom.errors import ConfigError
+from greenroom.kv.eviction import EvictionPolicy
+from greenroom.kv.followers import Followers
 from greenroom.kv.layouts import sub_blocks
-from greenroom.kv.policies import POLICIES, EvictionPolicy
-from greenroom.kv.prefix import BlockKey
+from greenroom.kv.policies import POLICIES
+from greenroom.kv.prefix import START, BlockKey
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class HostBlockManager:
     begin at multiples of ``factor`` device blocks of a sequence. A host block's part s of block h has the
     number ``h * factor + s``.
 
+    A host block of one device block may also be a *tail*, which is not full and ends a sequence. Tails, and parts of
+    full ones, are found by their tokens.
+
     One thread. It keeps books and copies nothing: the bytes move between ``prepare_*`` and ``complete_*``.
     """
 
@@ -70,6 +75,7 @@ class HostBlockManager:
         self.evictions = 0
         self._policy: EvictionPolicy = POLICIES[policy](num_blocks)
         self._blocks: dict[BlockKey, _HostBlock] = {}
+        self._followers: Followers[BlockKey] = Followers()  # of resident blocks, those whose tokens are known
         self._free = list(range(num_blocks - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -87,6 +93,17 @@ class HostBlockManager:
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """What ``lookup`` finds counts as used, now."""
         self._use(self._host_keys(keys)[1])
+
+    def lookup_part(self, after: BlockKey, tokens: Sequence[int]) -> tuple[BlockKey, int] | None:
+        """The block to load that has most of the first ``tokens``, and how many; it counts as used, now.
+
+        Args:
+            after: key of the block before it.
+        """
+        found = self._followers.longest(after, tokens, self._is_ready)
+        if found is not None:
+            self._use([found[0]])
+        return found
 
     def prepare_load(self, keys: Sequence[BlockKey]) -> LoadTicket:
         """Keeps the blocks in place until ``complete_load``.
@@ -114,34 +131,48 @@ class HostBlockManager:
         for key in reversed(ticket.keys):
             self._release(key)
 
-    def prepare_store(self, keys: Sequence[BlockKey]) -> StoreTicket | None:
+    def prepare_store(
+        self,
+        keys: Sequence[BlockKey],
+        after: BlockKey = START,
+        tokens: Sequence[Sequence[int]] | None = None,
+    ) -> StoreTicket | None:
         """Takes places for the whole host blocks of ``keys`` that are not there yet, and evicts others if it must.
 
         Args:
             keys: of consecutive device blocks of a sequence, the first at the beginning of a host block. What does
                 not fill a host block at the end is left out.
+            after: key of the device block before them.
+            tokens: of each device block, so that ``lookup_part`` finds it. If a host block is several of them, it
+                does not.
 
         Returns:
-            None if there is not enough that may leave; then nothing has changed, except that those of the keys that
-            are there count as used.
+            For as many of the first new ones as there is room. None if there is none for any; then nothing has
+            changed, except that those of the keys that are there count as used.
         """
         ends = list(keys[self.factor - 1 :: self.factor])
         present = [key for key in ends if key in self._blocks]
         places = [place for place, key in enumerate(ends) if key not in self._blocks]
-        new = [ends[place] for place in places]
+        numbers: list[int] = []
         # The sequence's own blocks must not leave for its others.
         self._hold(present)
-        try:
-            if len(new) > len(self._free) + self._policy.evictable:
-                return None
-            numbers = np.array([self._place(key) for key in new], dtype=np.int64)
-        finally:
-            for key in reversed(present):
-                self._let_go(key)
-        sources, parts = np.empty((2, len(new) * self.factor), dtype=np.int64)
+        for place in places:
+            before = ends[place - 1] if place else after
+            if not self._free and not self._policy.can_evict(sparing=before):
+                break
+            numbers.append(self._place(ends[place], before))
+        for key in reversed(present):
+            self._let_go(key)
+        if places and not numbers:
+            return None
+        del places[len(numbers) :]
+        if tokens is not None and self.factor == 1:
+            for place in places:
+                self._followers.add(keys[place], keys[place - 1] if place else after, tokens[place])
+        sources, parts = np.empty((2, len(places) * self.factor), dtype=np.int64)
         sub_blocks(np.array(places, dtype=np.int64), self.factor, 0, sources)
-        sub_blocks(numbers, self.factor, 0, parts)
-        return StoreTicket(tuple(new), sources, parts)
+        sub_blocks(np.array(numbers, dtype=np.int64), self.factor, 0, parts)
+        return StoreTicket(tuple(ends[place] for place in places), sources, parts)
 
     def complete_store(self, ticket: StoreTicket, ok: bool) -> None:
         """The copies have ended: from here on the blocks can be loaded, or, if it failed, are forgotten."""
@@ -151,6 +182,7 @@ class HostBlockManager:
                 self._release(key)
             else:
                 self._policy.drop(key)
+                self._followers.discard(key)
                 self._free.append(self._blocks.pop(key).number)
 
     def check(self) -> None:
@@ -160,7 +192,9 @@ class HostBlockManager:
         numbers = [block.number for block in self._blocks.values()] + self._free
         assert sorted(numbers) == list(range(self.num_blocks))
         held = sum(block.users > 0 for block in self._blocks.values())
-        assert self._policy.evictable == len(self._blocks) - held
+        assert self._policy.idle == len(self._blocks) - held
+        self._followers.check()
+        assert all(key in self._blocks for key in self._followers)
         assert all(block.ready or block.users == 1 for block in self._blocks.values())
 
     def _host_keys(self, keys: Sequence[BlockKey]) -> tuple[int, list[BlockKey]]:
@@ -180,13 +214,14 @@ class HostBlockManager:
         block = self._blocks.get(key)
         return block is not None and block.ready
 
-    def _place(self, key: BlockKey) -> int:
-        """Makes ``key`` resident, being written."""
-        victim = self._policy.admit(key, full=not self._free)
+    def _place(self, key: BlockKey, after: BlockKey) -> int:
+        """Makes ``key`` resident, being written; ``after`` is the host block before it."""
+        victim = self._policy.admit(key, after, full=not self._free)
         if victim is None:
             number = self._free.pop()
         else:
             number = self._blocks.pop(victim).number
+            self._followers.discard(victim)
             self.evictions += 1
         self._blocks[key] = _HostBlock(number, users=1, ready=False)
         return number

@@ -13,7 +13,7 @@ from greenroom.kv.copies import Direction, make_copies
 from greenroom.kv.host_memory import HostMemory
 from greenroom.kv.layouts import BlockLayout, TensorLayout, block_layout
 from greenroom.kv.manager import HostBlockManager, LoadTicket, StoreTicket
-from greenroom.kv.prefix import BlockKey
+from greenroom.kv.prefix import START, BlockKey
 from greenroom.kv.transfer import TransferWorker, make_worker
 
 
@@ -72,6 +72,10 @@ class HostKVOffload:
         self._hit += found
         return found
 
+    def lookup_part(self, after: BlockKey, tokens: Sequence[int]) -> tuple[BlockKey, int] | None:
+        """See ``KVOffload``."""
+        return self._manager.lookup_part(after, tokens)
+
     def start_load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int:
         """See ``KVOffload``.
 
@@ -82,10 +86,16 @@ class HostKVOffload:
         ticket = self._manager.prepare_load(keys)
         return self._start(Direction.LOAD, blocks, ticket.parts, ticket)
 
-    def start_store(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> int | None:
-        """See ``KVOffload``. Keeps all whole host blocks, or nothing if not enough others may leave."""
+    def start_store(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        after: BlockKey = START,
+        tokens: Sequence[Sequence[int]] | None = None,
+    ) -> int | None:
+        """See ``KVOffload``. Blocks without ``tokens`` are not found by ``lookup_part``."""
         blocks = _numbers(block_ids, len(keys))
-        ticket = self._manager.prepare_store(keys)
+        ticket = self._manager.prepare_store(keys, after, tokens)
         if ticket is None:
             self._refused += 1
         if ticket is None or not ticket.keys:

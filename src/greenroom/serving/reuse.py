@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 
 from greenroom.kv.blocks import BlockPool
-from greenroom.kv.prefix import block_keys
+from greenroom.kv.prefix import START, BlockKey, block_keys
 from greenroom.serving.sequence import Sequence
 from greenroom.serving.transfers import BlockTransfers
 
@@ -35,7 +35,7 @@ class PrefixReuse:
         self._copy_block = copy_block
         self._enabled = enabled
 
-    def find(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
+    def find(self, sequence: Sequence) -> tuple[list[int], list[BlockKey]]:
         """Blocks on the device that begin the sequence, and the keys behind them that host memory may have.
 
         The last token is always computed again: its logits choose the next one.
@@ -47,6 +47,23 @@ class PrefixReuse:
         keys = sequence.keys[: (len(sequence.tokens) - 1) // size]
         found = self._pool.lookup(keys)
         return found, keys[len(found) :]
+
+    def load(self, sequence: Sequence, keys: list[BlockKey]) -> bool:
+        """Begins to load what host memory has behind the sequence's blocks, if there is any and room for it.
+
+        Args:
+            keys: of the full blocks behind those.
+        """
+        if not self._enabled:
+            return False
+        count = self._transfers.lookup(keys)
+        place, after = sequence.registered + count, keys[count - 1] if count else sequence.last_key
+        names, length, wanted = keys[:count], place * self._size, self._wanted(sequence, place)
+        part = self._transfers.lookup_part(after, wanted)
+        if part is not None and self._on_device(after, wanted) < part[1]:
+            names.append(part[0])
+            length += part[1]
+        return bool(names) and self._transfers.load(sequence, names, length)
 
     def adopt(self, sequence: Sequence) -> None:
         """Takes what others have computed since: requests with the same prompt compute it once."""
@@ -74,8 +91,7 @@ class PrefixReuse:
     def _adopt_part(self, sequence: Sequence) -> None:
         """Behind those, the beginning of another block that agrees with the sequence: copied, or taken over."""
         place, size = sequence.registered, self._size
-        wanted = sequence.tokens[place * size : min((place + 1) * size, len(sequence.tokens) - 1)]
-        match = self._pool.match(sequence.last_key, wanted)
+        match = self._pool.match(sequence.last_key, self._wanted(sequence, place))
         if match is None or place * size + match[1] <= sequence.computed:
             return
         source, count = match
@@ -85,6 +101,15 @@ class PrefixReuse:
         elif not self._copy_into(sequence, place, source):
             return
         sequence.computed = place * size + count
+
+    def _wanted(self, sequence: Sequence, place: int) -> list[int]:
+        """Tokens of the block at ``place`` that may be found."""
+        return sequence.tokens[place * self._size : min((place + 1) * self._size, len(sequence.tokens) - 1)]
+
+    def _on_device(self, after: BlockKey, tokens: list[int]) -> int:
+        """How many of the first tokens a block on the device has."""
+        match = self._pool.match(after, tokens)
+        return match[1] if match is not None else 0
 
     def _copy_into(self, sequence: Sequence, place: int, source: int) -> bool:
         """Copies ``source`` into the sequence's own block at ``place``; False if there is none to be had for it."""
@@ -102,24 +127,23 @@ class PrefixReuse:
         full = sequence.computed // self._size
         if full <= sequence.registered:
             return
-        size, before = self._size, sequence.last_key
-        sequence.keys = block_keys(sequence.tokens, size, sequence.keys)
-        for index in range(sequence.registered, full):
-            key = sequence.keys[index]
-            self._pool.register(sequence.blocks[index], key, before, sequence.tokens[index * size : (index + 1) * size])
+        before, sequence.keys = sequence.last_key, block_keys(sequence.tokens, self._size, sequence.keys)
+        for place in range(sequence.registered, full):
+            key = sequence.keys[place]
+            self._pool.register(sequence.blocks[place], key, before, self._tokens(sequence, place))
             before = key
-        offered = self._transfers.storable(sequence.registered, full)
-        self._transfers.store(
-            [sequence.keys[index] for index in offered], [sequence.blocks[index] for index in offered]
-        )
+        self._store(sequence, self._transfers.storable(sequence.registered, full))
         sequence.registered = full
 
     def register_tail(self, sequence: Sequence) -> None:
         """What is computed of the block behind the full ones may begin another request's."""
-        place = sequence.registered
-        tokens = sequence.tokens[place * self._size : sequence.computed]
-        if tokens:
-            self._pool.register_tail(sequence.blocks[place], sequence.last_key, tokens)
+        if self._enabled and (tokens := self._tail(sequence)):
+            self._pool.register_tail(sequence.blocks[sequence.registered], sequence.last_key, tokens)
+
+    def store_tail(self, sequence: Sequence) -> None:
+        """The same for host memory, once the sequence has ended."""
+        if self._enabled and (tokens := self._tail(sequence)):
+            self._transfers.store_tail(sequence.blocks[sequence.registered], sequence.last_key, tokens)
 
     def check_tail(self, sequence: Sequence) -> None:
         """
@@ -130,3 +154,20 @@ class PrefixReuse:
             first, tail = place * self._size, self._pool.tail(block)
             assert first + len(tail) <= sequence.computed or not tail
             assert [*tail] == sequence.tokens[first : first + len(tail)]
+
+    def _store(self, sequence: Sequence, places: range) -> None:
+        """Offers full blocks to host memory."""
+        self._transfers.store(
+            [sequence.keys[place] for place in places],
+            [sequence.blocks[place] for place in places],
+            sequence.keys[places.start - 1] if places.start else START,
+            [self._tokens(sequence, place) for place in places],
+        )
+
+    def _tokens(self, sequence: Sequence, place: int) -> list[int]:
+        """Of a full block."""
+        return sequence.tokens[place * self._size : (place + 1) * self._size]
+
+    def _tail(self, sequence: Sequence) -> list[int]:
+        """What is computed behind the full blocks."""
+        return sequence.tokens[sequence.registered * self._size : sequence.computed]

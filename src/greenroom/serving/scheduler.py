@@ -123,6 +123,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.running:
             self.running.remove(sequence)
+            self._reuse.store_tail(sequence)
             self._release(sequence)
         else:
             self._transfers.forget(sequence)
@@ -156,11 +157,10 @@ class Scheduler:
         assert [*self.running] == sorted(self.running, key=_order)
 
     def _take_loaded(self) -> None:
-        for sequence, arrived in self._transfers.poll():
-            if arrived:
-                size = self.limits.block_size
-                sequence.computed = len(sequence.blocks) * size
-                self.loaded_tokens += sequence.computed - sequence.registered * size
+        for sequence, length in self._transfers.poll():
+            if length is not None:
+                self.loaded_tokens += length - sequence.computed
+                sequence.computed = length
                 self._reuse.register(sequence)
             else:  # what was found on the device is good
                 lost = sequence.blocks[sequence.registered :]
@@ -181,7 +181,7 @@ class Scheduler:
             sequence.blocks.extend(found)  # it had none
             sequence.registered = len(found)
             sequence.computed = len(found) * self.limits.block_size
-            if not self._transfers.load(sequence, keys):
+            if not self._reuse.load(sequence, keys):
                 self._note_cached(sequence)
                 insort(self.running, sequence, key=_order)
 
