@@ -321,7 +321,7 @@ class TestEnds:
             client, _ = ask(engine, [first] * 12, max_tokens=30, ignore_eos=True)
             client.result()
         assert client.tokens == alone([50] * 12, SamplingParams(temperature=0, ignore_eos=True), 0, 30, VOCAB)
-        assert client.last.cached_tokens == 8
+        assert client.last.cached_tokens == 11
         assert engine.stats().loaded_tokens > 0
         engine.close()
         assert offload.closed == 1

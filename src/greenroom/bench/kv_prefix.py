@@ -31,8 +31,8 @@ _QUIET_S = 0.2
 class KvPrefixBenchmark:
     """One request at a time, from ``submit`` to its first token.
 
-    value: milliseconds with the prompt's full blocks in host memory. recomputed_ms: with nothing of it anywhere;
-    on_device_ms: with its blocks on the device. Medians of ``repeats``.
+    value: milliseconds with all of the prompt but its last token in host memory. recomputed_ms: with nothing of it
+    anywhere; on_device_ms: with all of it but that on the device. Medians of ``repeats``.
     speedup: ``recomputed_ms / value``. loaded_tokens: of each loaded prompt.
     """
 
