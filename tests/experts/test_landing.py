@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from greenroom.experts.cache import ExpertCache, SlotWrite
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.landing import LEAST, SLOT, Offers, choose_offers
+from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.residency import ABSENT, Swap, hold_back_replacements
 from greenroom.experts.split import PARTS
 
@@ -215,6 +216,7 @@ def test_any_order_of_offers_copies_and_landings(data):
 pytest.importorskip("triton")
 
 from greenroom.experts import decode_path  # noqa: E402
+from greenroom.experts.decode_path import DecodePath  # noqa: E402
 from greenroom.kernels.gpu.tiling import Tiling  # noqa: E402
 from tests.experts.test_decode_path import DEVICE, Parts, check, decode, random_batch, run  # noqa: E402
 
@@ -357,3 +359,32 @@ def test_small_caches_and_any_limit(slots, update):
             manager.check_invariants()
         steps.flush()
         assert (manager.counters.total().landed > 0) == (update > 0)
+
+
+def test_a_step_of_two_halves_is_offered_nothing():
+    """One half might read what the other writes."""
+    with decode(FMT, 8, 4, 1, 3) as (manager, steps):
+        boxes = Mailboxes(steps.path.mailboxes._engine, manager.store, 1, 3, pin_memory=DEVICE.type == "cuda")
+        slot_of = manager.tier.device_map(manager.cache.slot_of)
+        second = DecodePath(manager.store, manager.tier.slots, slot_of, boxes, 1, 3)
+        steps.use_second(second)
+        try:
+            steps.split = Parts(16 * 16, 8)
+            for _ in range(3):
+                run(steps, 1, 0, random_batch(FMT, 8, 1, 3))
+            landed = manager.counters.total().landed
+            assert landed > 0
+            batches = [random_batch(FMT, 8, 1, 3) for _ in range(2)]
+            steps.begin(1, 1)
+            assert not manager.cache.at_stake().any()
+            outs = [
+                path.run(0, *(tensor.to(DEVICE) for tensor in batch)).cpu()
+                for path, batch in zip((steps.path, second), batches, strict=True)
+            ]
+            steps.enqueued()
+            steps.finish()
+            for out, batch in zip(outs, batches, strict=True):
+                check(out, batch, manager, 1)
+            assert manager.counters.total().landed == landed
+        finally:
+            boxes.close()
