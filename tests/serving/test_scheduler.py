@@ -216,6 +216,14 @@ class TestParts:
         assert second.cached_tokens == 6
         assert copied == [(first.blocks[1], second.blocks[1])]
 
+    def test_what_has_less_than_is_computed_is_left_alone(self) -> None:
+        scheduler, copied = self.copying(max_tokens=2)
+        self.answered(scheduler, 0, [0, 1, 2, 3, 4, 90, 91], passes=4)
+        sequence = Sequence(1, [*range(9)])
+        scheduler.add(sequence, 16)
+        assert [step(scheduler) for _ in range(3)] == [[(1, 2)], [(1, 2)], [(1, 1)]]
+        assert len(copied) == 1
+
     def test_a_preempted_request_goes_on_where_it_was(self) -> None:
         scheduler, copied = self.copying(num_blocks=6)
         first, second = self.begun(scheduler, 0, range(6)), self.begun(scheduler, 1, range(50, 56))
