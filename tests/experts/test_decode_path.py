@@ -65,7 +65,7 @@ def decode(
             slot_of = tier.device_map(manager.cache.slot_of)
             path = DecodePath(store, tier.slots, slot_of, boxes, tokens, top_k, manager.places)
             try:
-                yield manager, DecodeSteps(manager, path, boxes)
+                yield manager, DecodeSteps(manager, path)
             finally:
                 if on_gpu:
                     torch.cuda.synchronize()

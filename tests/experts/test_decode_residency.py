@@ -208,7 +208,7 @@ def stage(seed: int, policy: str = "lru", update: int = 2) -> Iterator[Stage]:
             boxes = Mailboxes(engine, store, 2, TOP_K, pin_memory=False)
             slot_of = tier.device_map(manager.cache.slot_of)
             path = DecodePath(store, tier.slots, slot_of, boxes, 2, TOP_K, manager.places)
-            steps = DecodeSteps(manager, path, boxes)
+            steps = DecodeSteps(manager, path)
             steps.split = DrawnSplit(dice)
             try:
                 yield Stage(manager, tier, steps, dice)

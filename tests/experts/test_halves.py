@@ -89,17 +89,18 @@ def _stream(path: DecodePath, batches: list[Batch], outputs: list[torch.Tensor])
         path._dispatch(layer, FMT, hidden, ids, weights)
         yield
         path._run_experts(layer, FMT, hidden, weights, len(ids))
+        yield
         while path.mailboxes.done[layer, 0] != 1:
             yield
         outputs.append(path._combine(layer, hidden, len(ids)))
         yield
 
 
-@pytest.mark.parametrize("seed", range(20 if ON_GPU else 6))
+@pytest.mark.parametrize("seed", range(20 if ON_GPU else 5))
 def test_any_order_of_two_halves_gives_what_each_gives_alone(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    layers, rows = 3, 4
+    layers, rows = 2, 4
     with decode(FMT, EXPERTS, rng.choice([0, 3, 10]), rows, TOP_K, layers=layers) as (manager, steps):
         halves = Halves(manager, steps, rows)
         for _ in range(2):

@@ -161,7 +161,7 @@ def _layers(
         boxes = Mailboxes(engine, store, batch, _TOP_K, pin_memory=on_gpu)
         try:
             path = DecodePath(store, tier.slots, tier.device_map(manager.cache.slot_of), boxes, batch, _TOP_K)
-            decode = DecodeSteps(manager, path, boxes)
+            decode = DecodeSteps(manager, path)
             decode.split = SplitController(float("inf"), 1.0, _EXPERTS)
             yield manager, decode
         finally:

@@ -56,7 +56,7 @@ class HostlessSteps:
         self._second: DecodePath | None = None
         path = self._make_path(max_rows, manager.places)
         try:
-            self.steps = DecodeSteps(manager, path, path.mailboxes, offload.weights.bytes_beside_experts)
+            self.steps = DecodeSteps(manager, path, offload.weights.bytes_beside_experts)
         except BaseException:
             path.mailboxes.close()
             raise

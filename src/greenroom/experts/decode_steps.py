@@ -26,7 +26,6 @@ import numpy as np
 from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.landing import Offers
-from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager, StepRecord
 from greenroom.experts.split import LaneTimes, SplitController
 from greenroom.experts.step_part import StepPart, busy_s
@@ -73,7 +72,7 @@ class _Finished:
 class DecodeSteps:
     """Runs steps through a ``DecodePath``. One thread at a time, the one that runs the model."""
 
-    def __init__(self, manager: OffloadManager, path: DecodePath, mailboxes: Mailboxes, link_bytes: float = 0) -> None:
+    def __init__(self, manager: OffloadManager, path: DecodePath, link_bytes: float = 0) -> None:
         """``link_bytes``: that cross PCIe besides, while a layer's experts do; the mean of all layers."""
         self.path = path
         self.split = _first_split(manager, link_bytes)

@@ -87,7 +87,7 @@ class GpuStepDriver(StepDriver):
             manager.places,
             manager.admission.cache_topk,
         )
-        self._steps = DecodeSteps(manager, self._path, self._mailboxes)
+        self._steps = DecodeSteps(manager, self._path)
         self._hostless = False
         self._lock = threading.RLock()
         self._verdict = threading.Lock()  # a step is finished or given up, never both

@@ -156,13 +156,12 @@ def test_statistics_are_those_of_one_batch(saved):
         with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
             runner, manager = make(model, dbo), offload_of(model).manager
             traffic = Traffic(runner, stock, seed=3)
-            sequences = begin(traffic, 5, prompt=7)
+            sequences = begin(traffic, 3, prompt=11)
             learnt = []
             own = manager.learn
             manager.learn = lambda record, own=own, learnt=learnt: (learnt.append(record), own(record))[1]
             before = manager.counters.total()
-            for _ in range(2):
-                traffic.run([(sequence, 1) for sequence in sequences])
+            traffic.run([(sequence, 1) for sequence in sequences])
             runner.flush()
             usage = manager.admission.usage
             misses = manager.counters.total().misses - before.misses
@@ -174,8 +173,8 @@ def test_statistics_are_those_of_one_batch(saved):
     for whole, halved in zip(seen["off"][3], seen["on"][3], strict=True):
         assert (whole.ids == halved.ids).all()
         torch.testing.assert_close(torch.from_numpy(whole.weights), torch.from_numpy(halved.weights))
-        # Five tokens are three and two; an expert that both halves need counts twice.
-        both = [[len(set(part.flatten())) for part in (ids[:3], ids[3:])] for ids in halved.ids]
+        # Three tokens are two and one; an expert that both halves need counts twice.
+        both = [[len(set(part.flatten())) for part in (ids[:2], ids[2:])] for ids in halved.ids]
         assert halved.lanes.sum(axis=1).tolist() == [sum(counts) for counts in both]
         assert whole.lanes.sum(axis=1).tolist() == [len(set(ids.flatten())) for ids in whole.ids]
     assert seen["on"][4] > seen["off"][4]
