@@ -1,5 +1,7 @@
 """Landing in passing: what is offered, what the device makes of it, what enters the map. Against brute force."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,10 @@ from greenroom.experts.cache import ExpertCache, SlotWrite
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.landing import LEAST, SLOT, Offers, choose_offers
 from greenroom.experts.mailbox import Mailboxes
+from greenroom.experts.policies import make_policy
 from greenroom.experts.residency import ABSENT, Swap, hold_back_replacements
 from greenroom.experts.split import PARTS
+from greenroom.experts.usage import ExpertUsage
 
 FMT = ExpertFormat(32, 16, torch.bfloat16, Activation(ActivationKind.SILU))
 
@@ -68,6 +72,20 @@ def test_a_shorter_layer_uses_its_own_ranks_alone():
     offers = choose_offers(scores, if_used, np.array([[ABSENT]]), np.ones((1, 1), bool), np.zeros((1, 4), bool), 1, 1.0)
     assert offers.appeal[0, :2].tolist() == [0, 1]
     assert offers.places[0, 0, LEAST] == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lfru"])
+def test_scores_as_if_all_had_been_used(policy):
+    random = np.random.default_rng(0)
+    usage = ExpertUsage(2, 5)
+    for _ in range(6):
+        usage.record_all(random.integers(0, 2, (2, 5)))
+        usage.advance()
+    before = copy.deepcopy(usage)
+    supposed = make_policy(policy).scores(usage.if_all_were_used())
+    assert (make_policy(policy).scores(usage) == make_policy(policy).scores(before)).all(), "nothing was recorded"
+    usage.record_all(np.ones((2, 5)))
+    assert (supposed == make_policy(policy).scores(usage)).all()
 
 
 def test_places_that_have_changed_are_left_out():
