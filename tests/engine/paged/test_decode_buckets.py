@@ -122,7 +122,7 @@ def test_short_chunks_are_rows_of_a_pass(every_family):
         traffic.run([(first, 11)])
     never_layer_by_layer(runner)
     traffic.run([(second, 3), (first, 3), (third, 1)])  # from position 0; from within a block, over its end
-    traffic.run([(third, 1), (second, 2)])
+    traffic.run([(third, 1), (second, 2), (first, 2)])
     runner.flush()
     offload_of(model).manager.check_invariants()
     runner.close()
