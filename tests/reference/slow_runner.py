@@ -111,6 +111,8 @@ class SlowOffload:
         self.begins: dict[bytes, tuple[bytes, list[int]]] = {}  # what each key was said to hold, and behind what
         self.jobs: dict[int, tuple] = {}
         self.ended: list[tuple[int, bool]] = []
+        self.loaded_parts = 0  # what lookup_part has found
+        self._part: bytes | None = None
         self.closed = 0
         self._next = 0
 
@@ -123,6 +125,7 @@ class SlowOffload:
     def lookup_part(self, after, tokens) -> tuple[bytes, int] | None:
         best = max(self.kept, key=lambda key: self._agreeing(key, after, tokens), default=None)
         count = 0 if best is None else self._agreeing(best, after, tokens)
+        self._part = best if count else None
         return (best, count) if count else None
 
     def _agreeing(self, key, after, tokens) -> int:
@@ -132,6 +135,7 @@ class SlowOffload:
 
     def start_load(self, keys, block_ids) -> int:
         assert len(keys) == len(block_ids) > 0
+        self.loaded_parts += keys[-1] == self._part
         contents = [self.kept[key] for key in keys]
         for block in block_ids:
             self.runner.memory[block] = [GARBAGE] * self.runner.block_size

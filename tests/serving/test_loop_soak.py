@@ -23,7 +23,9 @@ def random_request(dice: random.Random) -> tuple[list[int], SamplingParams, int]
 
 
 class Soak:
-    def __init__(self, runner, offload, seed: int) -> None:
+    def __init__(self, runner, offload, seed: int, chat: bool = False) -> None:
+        """chat: half of the requests go on where another one ended."""
+        self.chat = chat
         self.runner, self.offload, self.dice = runner, offload, random.Random(seed)
         self.loop = EngineLoop(TOKENIZER, runner, VOCAB, runner.max_tokens, offload)
         self.requests: list[tuple] = []
@@ -45,6 +47,8 @@ class Soak:
         dice = self.dice
         if dice.random() < 0.4:
             prompt, params, max_new = random_request(dice)
+            if self.chat and dice.random() < 0.5:
+                prompt, max_new = self.turn() or prompt, 6
             number, listener = len(self.requests), Listener()
             self.requests.append((prompt, params, max_new, listener))
             self.loop.add(accepted(number, prompt, params, listener, None, max_new))
@@ -56,6 +60,15 @@ class Soak:
             self.runner.fail_next = EngineError("a bad pass")
         while self.offload is not None and self.offload.jobs and dice.random() < 0.3:
             self.offload.end(dice.choice(sorted(self.offload.jobs)), well=dice.random() < 0.9)
+
+    def turn(self) -> list[int] | None:
+        """Prompt and answer of an ended request, and a new token."""
+        ended = [
+            [*prompt, *listener.tokens]
+            for prompt, _, _, listener in self.requests
+            if listener.last is not None and len(prompt) + len(listener.tokens) < 36
+        ]
+        return [*self.dice.choice(ended), 60] if ended else None
 
     def step(self) -> None:
         self.loop.step()
@@ -85,8 +98,17 @@ def test_little_memory_and_host_memory(seed) -> None:
     assert stats.preemptions > 5
     assert stats.loaded_tokens > 50
     assert stats.cached_tokens > 50
-    assert len(runner.copied) > 5
+    assert runner.copied
     assert set(stats.finished) == {"stop", "length", "cancelled", "failed"}
+
+
+def test_chats() -> None:
+    """Ends of requests begin others: on the device, and from host memory."""
+    runner = SlowRunner(12, 4, 5, 16, VOCAB)
+    soak = Soak(runner, SlowOffload(runner, 60), 3, chat=True)
+    soak.run(300)
+    assert runner.copied
+    assert soak.offload.loaded_parts > 5
 
 
 def test_no_host_memory() -> None:
