@@ -103,7 +103,8 @@ def test_a_prompt_of_whole_blocks_comes_back_but_for_its_last_token(loaded) -> N
         for other in others:
             Answer(engine, other).wait()
         tokens, finished = Answer(engine, first).wait()
-        assert (tokens, finished.cached_tokens, engine.stats().loaded_tokens) == (expected, 111, 111)
+        assert (tokens, finished.cached_tokens) == (expected, 111)
+        assert engine.stats().loaded_tokens > 111 - 2 * BLOCK
 
 
 def test_a_chat_goes_on_where_it_ended(loaded) -> None:
@@ -118,7 +119,7 @@ def test_a_chat_goes_on_where_it_ended(loaded) -> None:
             turn = [*first, *answer, *others[0][:5]]
             tokens, finished = Answer(engine, turn).wait()
             assert finished.cached_tokens == 97  # 90 and 8, but for the last one
-            assert engine.stats().loaded_tokens == (97 if away else 0)
+            assert (engine.stats().loaded_tokens > 97 - 2 * BLOCK) is away
         with opened(loaded, None) as engine:
             assert Answer(engine, turn).wait()[0] == tokens
 
