@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.dbo import DECIDED_AFTER, DboPolicy
-from greenroom.engine.hostless_steps import BUCKETS
+from greenroom.engine.hostless_steps import BUCKETS, bucket_for
 from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.runners import make_runner
 from greenroom.errors import ConfigError
@@ -50,8 +50,9 @@ class ServedDecode:
         chunks = [SequenceChunk(ids, 0, own) for ids, own in zip(prompts, self._blocks, strict=True)]
         self._tokens = self._likeliest(chunks)
         runner.prepare()
+        size = bucket_for(batch)
         for _ in range(DECIDED_AFTER):
-            if all(choice.halves is not None for choice in runner.dbo.choices):
+            if not runner.dbo.may_halve(size) or runner.dbo.choice(size).halves is not None:
                 break
             self.step()
 
