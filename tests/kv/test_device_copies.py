@@ -25,7 +25,8 @@ def tensors_on(device: str) -> list[torch.Tensor]:
 
 def test_one_block_becomes_as_another(way: str) -> None:
     tensors = tensors_on("cuda" if way == "cuda" else "cpu")
-    # The kernel runs on the CPU too, through Triton's interpreter.
+    if way == "kernel" and torch.cuda.is_available():
+        pytest.skip("a kernel on a CPU device needs Triton's interpreter")
     copy = device_copies._by_kernel(tensors) if way == "kernel" else block_copy(tensors)
     for source, target in ((0, 6), (3, 2), (5, 5)):
         expected = [tensor.clone() for tensor in tensors]

@@ -144,9 +144,9 @@ def dispatch_kernel(
     landing = tl.full((EXPERTS_POW2,), -1, tl.int32)
     for number in tl.static_range(PLACES):
         offered = tl.load(places + 4 * number)
-        inside = tl.load(places + 4 * number + 1)
+        held = tl.load(places + 4 * number + 1)
         least = tl.load(places + 4 * number + 2)
-        read = tl.sum((used & (expert == inside)).to(tl.int32), axis=0)
+        read = tl.sum((used & (expert == held)).to(tl.int32), axis=0)
         best = tl.max(waiting, axis=0)
         lands = (waiting == best) & (best >= 0) & (best >= least) & (offered >= 0) & (read == 0)
         tl.store(box_request + LANDED_WORD + number, tl.max(tl.where(lands, expert, -1), axis=0))
