@@ -58,7 +58,7 @@ class LiveRequest:
         self._text = OutputText(tokenizer, accepted.params.stop)
         own = frozenset() if accepted.params.ignore_eos else accepted.end_tokens
         self._end_tokens = own | frozenset(accepted.params.stop_token_ids)
-        self._due: list[Choice] = []  # tokens that ended nothing and have not been delivered
+        self._due: Choice | None = None  # the last token, if it ended nothing and has not been delivered
 
     @property
     def request_id(self) -> int:
@@ -93,6 +93,7 @@ class LiveRequest:
         Raises:
             GreenroomError: there was nothing to choose, the constraint failed, or nobody takes what is delivered.
         """
+        assert self._due is None, "what was due is delivered before another token is chosen"
         token, request = choice.token, self._request
         if token is None:
             why = "the constraint allows no token" if request.constraint else "the model's logits are not finite"
@@ -105,9 +106,8 @@ class LiveRequest:
         is_end = token in self._end_tokens
         is_last = is_end or satisfied or self.completion_tokens >= request.max_new
         if not is_last and not request.params.stop:
-            self._due.append(choice)
+            self._due = choice
             return
-        self.deliver()
         text, stopped = ("", False) if is_end else self._text.add(token)
         reason = FinishReason.STOP if is_end or stopped or satisfied else None
         if reason is None and is_last:
@@ -126,11 +126,12 @@ class LiveRequest:
         Raises:
             GreenroomError: nobody takes it.
         """
-        while self._due:
-            choice = self._due.pop(0)
-            assert choice.token is not None
-            text, _ = self._text.add(choice.token)
-            self._deliver(_piece(text, choice))
+        choice, self._due = self._due, None
+        if choice is None:
+            return
+        assert choice.token is not None
+        text, _ = self._text.add(choice.token)
+        self._deliver(_piece(text, choice))
 
     def finish(self, reason: FinishReason) -> None:
         """Delivers the last event."""
