@@ -266,6 +266,8 @@ def test_the_device_lands_what_the_rules_say(tokens, top_k, parts):
         steps.split = Parts(parts, 14)
         for number in range(12):
             batch = random_batch(FMT, 14, tokens, top_k)
+            for write in manager.tier.landed_writes(wait=True):  # else the step's begin would do so
+                manager.cache.map_landed(write)
             before, scores = manager.cache.layer_map(0).copy(), random.random((1, 14))
             cache = manager.cache
             manager._offers = choose_offers(
@@ -342,8 +344,8 @@ def test_an_abandoned_step_leaves_nothing_in_offered_slots():
         steps.split = Parts(16 * 16, 8)
         for _ in range(3):
             run(steps, 1, 0, random_batch(FMT, 8, 1, 3))
-        held = (manager.cache.slot_of != ABSENT).sum()
         steps.begin(1)
+        held = (manager.cache.slot_of != ABSENT).sum()
         at_stake = manager.cache.at_stake().sum()
         steps.abandon()
         manager.check_invariants()
