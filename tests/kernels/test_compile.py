@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU that is not there: the interpreter, which runs them in other tests, takes more than the compiler."""
+"""Kernels compile for a GPU that is not there: the interpreter, which runs them in other tests, takes more than that."""
 
 import os
 import pkgutil
@@ -66,7 +66,8 @@ def small_ones() -> None:
     rotate(heads, heads, table, table)
     for dtype in (DTYPE, torch.float32):
         route(torch.randn(3, 8).to(DTYPE), 2, normalise=True, dtype=dtype)
-    device_copies._by_kernel([torch.zeros(4, 16, 8)])(0, 1)
+    blocks = [torch.zeros(4, 16, 8)]
+    device_copies._by_kernel(blocks)(0, 1)
 
 
 @pytest.fixture(scope="module")
