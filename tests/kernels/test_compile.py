@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU that is not there: the interpreter, which runs them in other tests, takes more than that."""
+"""Kernels compile for a GPU that is not there: the interpreter, which runs them in other tests, takes more."""
 
 import os
 import pkgutil
