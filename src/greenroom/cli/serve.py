@@ -1,5 +1,6 @@
 """``greenroom serve``: a model behind OpenAI's interface."""
 
+import gc
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -165,6 +166,11 @@ def serve(
             engine, tokenizer, server.ServerConfig(name, api_key, body_bytes, request_timeout, sampling), observed
         )
         stack.callback(service.close)
+
+        # What is there now lives as long as the server: collections that look through it all stop every request.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
 
         def ready(url: str) -> None:
             memory = offload_of(loaded).memory(loaded)
