@@ -255,14 +255,16 @@ def test_decode_buffers_that_a_configuration_does_without(q30):
     """Nothing is fetched where every expert was asked to have a slot, and prefetched weights allow no halves."""
 
     def decode_bytes(**knobs: object) -> int:
-        demand = Demand(1000, 8, serving=True)
+        demand = Demand(1000, 8, serving=True, dbo="auto")
         return working_memory(q30, demand, on_gpu=True, config=OffloadConfig(**knobs)).decode_bytes
 
     fetch, halves = 32 * EXPERT, decode_bytes() - decode_bytes(weights_offload_group_size=1)
     assert halves > fetch
     assert decode_bytes() == decode_bytes(cache_expert_num=127) == decode_bytes(weights_offload_backend="uva")
     assert decode_bytes(cache_expert_num=128) == decode_bytes(cache_expert_num=999) == decode_bytes() - 2 * fetch
-    both = plan(q30, cache_expert_num=128, weights_offload_group_size=1, demand=Demand(1000, 8, serving=True))
+    both = plan(
+        q30, cache_expert_num=128, weights_offload_group_size=1, demand=Demand(1000, 8, serving=True, dbo="auto")
+    )
     assert both.device_parts["decode_buffers"] == decode_bytes() - halves - fetch
 
 

@@ -73,7 +73,7 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option("--drain-timeout", metavar="S", help="Seconds that requests get to finish at the end.")
     ] = 60.0,
-    dbo: options.Dbo = "auto",
+    dbo: options.Dbo = "off",
     dtype: options.Dtype = "auto",
     cache_expert_num: options.CacheExpertNum = None,
     vram: options.Vram = None,

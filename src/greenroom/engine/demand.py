@@ -49,7 +49,7 @@ class Demand:
     concurrency: int = 1
     prefill_tokens: int | None = None
     serving: bool = False
-    dbo: str = "auto"
+    dbo: str = "off"
 
     def __post_init__(self) -> None:
         for name in ("context", "concurrency", "prefill_tokens"):

@@ -27,7 +27,7 @@ def make_runner(
     num_blocks: int | None = None,
     block_size: int = 16,
     max_sequences: int = 32,
-    dbo: str = "auto",
+    dbo: str = "off",
 ) -> BatchRunner:
     """A runner for an offloaded model, closed with it at the latest.
 

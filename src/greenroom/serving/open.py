@@ -35,7 +35,7 @@ def open_engine(
     max_waiting: int = 128,
     block_size: int = 16,
     kv_offload: KVOffloadConfig | None = None,
-    dbo: str = "auto",
+    dbo: str = "off",
 ) -> ServingEngine:
     """An engine over an offloaded model, which has to stay open as long as the engine.
 
