@@ -122,6 +122,10 @@ class SlowOffload:
             count += 1
         return count
 
+    def touch(self, keys) -> None:
+        if (key := next((key for key in reversed(keys) if key in self.kept), None)) is not None:
+            self.kept[key] = self.kept.pop(key)
+
     def lookup_part(self, after, tokens) -> tuple[bytes, int] | None:
         best = max(self.kept, key=lambda key: self._agreeing(key, after, tokens), default=None)
         count = 0 if best is None else self._agreeing(best, after, tokens)

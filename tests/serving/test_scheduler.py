@@ -19,6 +19,7 @@ class Offload:
         self.has = 0
         self.part = 0
         self.asked: list[tuple[bytes, list[int]]] = []
+        self.touched: list[list[bytes]] = []
         self.offered: list[tuple[bytes, list[list[int]]]] = []
         self.begun: list[tuple[str, int, list[int]]] = []
         self.ended = Transfers()
@@ -29,6 +30,9 @@ class Offload:
 
     def start_load(self, keys, block_ids) -> int:
         return self._begin("load", block_ids)
+
+    def touch(self, keys) -> None:
+        self.touched.append([*keys])
 
     def lookup_part(self, after, tokens) -> tuple[bytes, int] | None:
         self.asked.append((after, [*tokens]))

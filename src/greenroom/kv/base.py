@@ -70,6 +70,13 @@ class KVOffload(Protocol):
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many of the first keys in a row could be loaded now. They count as used."""
 
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """The last one of the keys that is there counts as used, now; so those before it stay as well.
+
+        Args:
+            keys: that begin a sequence.
+        """
+
     def lookup_part(self, after: BlockKey, tokens: Sequence[int]) -> tuple[BlockKey, int] | None:
         """A block that could be loaded now and begins with some of ``tokens``, the more the better, and how many.
 

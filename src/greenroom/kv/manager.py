@@ -94,6 +94,16 @@ class HostBlockManager:
         """What ``lookup`` finds counts as used, now."""
         self._use(self._host_keys(keys)[1])
 
+    def touch_last(self, keys: Sequence[BlockKey]) -> None:
+        """The last one of ``keys`` that is there counts as used, now. What it follows cannot leave before it.
+
+        Args:
+            keys: of consecutive device blocks of a sequence.
+        """
+        key = next((key for key in reversed(keys) if key in self._blocks), None)
+        if key is not None:
+            self._use([key])
+
     def lookup_part(self, after: BlockKey, tokens: Sequence[int]) -> tuple[BlockKey, int] | None:
         """The block to load that has most of the first ``tokens``, and how many; it counts as used, now.
 

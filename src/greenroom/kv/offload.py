@@ -72,6 +72,10 @@ class HostKVOffload:
         self._hit += found
         return found
 
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See ``KVOffload``."""
+        self._manager.touch_last(keys)
+
     def lookup_part(self, after: BlockKey, tokens: Sequence[int]) -> tuple[BlockKey, int] | None:
         """See ``KVOffload``."""
         return self._manager.lookup_part(after, tokens)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from greenroom.kv.blocks import BlockPool
 from greenroom.kv.prefix import START, BlockKey, block_keys
+from greenroom.serving.leaders import Wait, find_waits
 from greenroom.serving.sequence import Sequence
 from greenroom.serving.transfers import BlockTransfers
 
@@ -57,6 +58,8 @@ class PrefixReuse:
         if not self._enabled:
             return False
         count = self._transfers.lookup(keys)
+        if count == 0:  # what is always found on the device is used all the same
+            self._transfers.touch(sequence.keys[: sequence.registered])
         place, after = sequence.registered + count, keys[count - 1] if count else sequence.last_key
         names, length, wanted = keys[:count], place * self._size, self._wanted(sequence, place)
         part = self._transfers.lookup_part(after, wanted)
@@ -75,6 +78,10 @@ class PrefixReuse:
         in_prompt = len(sequence.tokens) == sequence.prompt_tokens
         if sequence.cached_tokens is not None and in_prompt and not sequence.preempted:
             sequence.cached_tokens += sequence.computed - before
+
+    def waits(self, running: list[Sequence]) -> dict[int, Wait]:
+        """Who can take over in the next pass what another one computes in this one. See ``find_waits``."""
+        return find_waits(running, self._size) if self._enabled else {}
 
     def _adopt_blocks(self, sequence: Sequence) -> None:
         """Full blocks take the place of its own."""

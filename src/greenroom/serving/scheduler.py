@@ -96,7 +96,8 @@ class Scheduler:
         self._admit()
         for sequence in self.running:
             self._reuse.adopt(sequence)
-        shares = share_tokens([sequence.pending for sequence in self.running], self.limits.max_tokens)
+        pending = [sequence.pending for sequence in self.running]
+        shares = share_tokens(pending, self.limits.max_tokens, self._reuse.waits(self.running))
         planned = []
         for sequence, share in [*zip(self.running, shares, strict=True)]:
             # Older sequences take the blocks of younger ones, which come later in this loop or not at all.

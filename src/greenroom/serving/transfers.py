@@ -43,6 +43,11 @@ class BlockTransfers:
         """How many of the first keys host memory has."""
         return self._offload.lookup(keys) if self._offload is not None and keys else 0
 
+    def touch(self, keys: list[BlockKey]) -> None:
+        """Full blocks that begin a sequence, and need not be loaded, stay in host memory as if they had been."""
+        if self._offload is not None and keys:
+            self._offload.touch(keys)
+
     def lookup_part(self, after: BlockKey, tokens: list[int]) -> tuple[BlockKey, int] | None:
         """The block of host memory that has most of the first ``tokens`` behind a block, and how many."""
         return self._offload.lookup_part(after, tokens) if self._offload is not None else None
