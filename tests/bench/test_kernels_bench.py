@@ -7,15 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from greenroom import hardware
-from greenroom.bench.kernels import (
-    ExpertLaunches,
-    attention_case,
-    bench_kernels,
-    fetch_case,
-    handing_over,
-    noise_blocks,
-    rms_norm_case,
-)
+from greenroom.bench.kernel_cases import attention_case, fetch_case, handing_over, rms_norm_case
+from greenroom.bench.kernel_experts import ExpertLaunches, noise_blocks
+from greenroom.bench.kernels import bench_kernels
 from greenroom.errors import ConfigError
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.store import HostStore

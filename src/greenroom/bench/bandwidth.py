@@ -2,13 +2,13 @@
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from greenroom import hardware
+from greenroom.bench.result import BenchResult, gpu_name
 from greenroom.bench.synthetic import fill_with_noise
 from greenroom.experts.cpu import CpuExperts, Isa
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
@@ -21,25 +21,22 @@ _JOBS = 24
 _REPEATS = 5
 
 
-@dataclass(frozen=True)
-class Bandwidth:
-    """GB/s of expert weights. copy_* is None on a machine without a GPU.
+@dataclass(frozen=True, kw_only=True)
+class Bandwidth(BenchResult):
+    """GB/s of expert weights. What needs a GPU is None on a machine without one.
 
-    cpu: the CPU engine, one token of 8 random experts a job. copy: page-locked host memory to the
-    device, an expert at a time. *_together: each while the other runs.
+    value: of both lanes at once, or of the CPU engine where it is the only one.
+    cpu_alone: the CPU engine, one token of 8 random experts a job. copy: page-locked host memory to the
+    device, an expert at a time, alone. *_together: each while the other runs.
     """
 
-    cpu: float
+    cpu_alone: float
     copy: float | None
     cpu_together: float | None
     copy_together: float | None
     threads: int
     isa: str
     expert_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def measure_bandwidth(threads: int | None = None, isa: str = "auto") -> Bandwidth:
@@ -56,8 +53,22 @@ def measure_bandwidth(threads: int | None = None, isa: str = "auto") -> Bandwidt
         lanes = _Lanes(store, engine)
         cpu = lanes.median(cpu=True, copy=False)[0]
         copy = lanes.median(cpu=False, copy=True)[1] if on_gpu else None
-        together = lanes.median(cpu=True, copy=True) if on_gpu else (None, None)
-        return Bandwidth(cpu, copy, together[0], together[1], count, engine.isa.label, _FORMAT.block_bytes)
+        together = lanes.median(cpu=True, copy=True) if on_gpu else None
+        return Bandwidth(
+            bench="bandwidth",
+            value=sum(together) if together else cpu,
+            unit="GB/s",
+            repeats=_REPEATS,
+            device=str(lanes.device),
+            gpu=gpu_name(lanes.device),
+            cpu_alone=cpu,
+            copy=copy,
+            cpu_together=together[0] if together else None,
+            copy_together=together[1] if together else None,
+            threads=count,
+            isa=engine.isa.label,
+            expert_bytes=_FORMAT.block_bytes,
+        )
 
 
 class _Lanes:
@@ -68,8 +79,8 @@ class _Lanes:
         self._random = np.random.default_rng(0)
         self._hidden = torch.randn(1, _FORMAT.hidden).to(_FORMAT.dtype)
         self._weights = torch.full((1, _TOP_K), 1 / _TOP_K)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._target = torch.empty(2, _FORMAT.block_bytes, dtype=torch.uint8, device=device)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._target = torch.empty(2, _FORMAT.block_bytes, dtype=torch.uint8, device=self.device)
 
     def median(self, cpu: bool, copy: bool) -> tuple[float, float]:
         """(CPU GB/s, copy GB/s) of the lanes that run; 0 for the other."""

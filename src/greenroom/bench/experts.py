@@ -3,12 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from greenroom.bench.result import BenchResult
 from greenroom.experts.cpu import CpuExperts, Isa
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat, ExpertViews
 from greenroom.experts.store import HostStore
@@ -19,29 +19,27 @@ _CHECKED_TOKENS = 4
 _SETTLE_SECONDS = 0.02
 
 
-@dataclass(frozen=True)
-class ExpertBenchmark:
-    """One layer's routed experts on the CPU.
+@dataclass(frozen=True, kw_only=True)
+class ExpertBenchmark(BenchResult):
+    """One layer's routed experts on the CPU; ``value`` is ``us``. Each run has routing and hidden states of its own.
 
-    isa, threads, cpu: what ran. hidden, inter, experts, topk, tokens, dtype: the layer and the batch.
+    isa, threads: what ran. hidden, inter, experts, topk, tokens, dtype: the layer and the batch.
     experts_touched: distinct experts of a run; weight_bytes: their weights. Medians over runs.
     us, torch_us: median time in microseconds of the engine and of torch; speedup: their ratio.
     gb_s: weight_bytes / us, in 1e9 bytes per second; tflop_s: 2 * 3 * hidden * inter a (token, expert) pair.
     max_error: largest absolute difference from a float64 reference on the same weights and inputs, over a few
         tokens, relative to the reference's root mean square.
-    torch_error: the same of torch. repeats: timed runs, each with routing and hidden states of its own.
+    torch_error: the same of torch.
     """
 
     isa: str
     threads: int
-    cpu: str
     hidden: int
     inter: int
     experts: int
     topk: int
     tokens: int
     dtype: str
-    repeats: int
     experts_touched: int
     weight_bytes: int
     us: float
@@ -51,10 +49,6 @@ class ExpertBenchmark:
     torch_us: float
     torch_error: float
     speedup: float
-
-    def to_dict(self) -> dict[str, str | int | float]:
-        """For JSON."""
-        return asdict(self)
 
 
 def run_expert_benchmark(
@@ -130,16 +124,20 @@ def run_expert_benchmark(
     experts_touched = round(statistics.median(touched))
     weight_bytes = experts_touched * 3 * hidden * inter * dtype.itemsize
     return ExpertBenchmark(
+        bench="experts",
+        shape=f"{topk} of {experts} experts, hidden {hidden}, inter {inter}",
+        value=us,
+        unit="us",
+        repeats=repeats,
+        device="cpu",
         isa=label,
         threads=threads,
-        cpu=cpu_name(),
         hidden=hidden,
         inter=inter,
         experts=experts,
         topk=topk,
         tokens=tokens,
         dtype=str(dtype).removeprefix("torch."),
-        repeats=repeats,
         experts_touched=experts_touched,
         weight_bytes=weight_bytes,
         us=us,
@@ -150,17 +148,6 @@ def run_expert_benchmark(
         torch_error=torch_error,
         speedup=statistics.median(torch_us) / us,
     )
-
-
-def cpu_name() -> str:
-    """The processor's model name as Linux gives it, or "unknown"."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return "unknown"
 
 
 def _fill(views: ExpertViews, format: ExpertFormat, generator: torch.Generator) -> None:

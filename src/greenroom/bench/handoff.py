@@ -6,14 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from greenroom import hardware
-from greenroom.bench.experts import cpu_name
+from greenroom.bench.result import LayersResult, gpu_name
 from greenroom.bench.synthetic import fill_with_noise
 from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.cpu import CpuExperts, Isa
@@ -39,8 +39,8 @@ _WARM_UP = 5
 _WATCHDOG_S = 30.0
 
 
-@dataclass(frozen=True)
-class HandoffBenchmark:
+@dataclass(frozen=True, kw_only=True)
+class HandoffBenchmark(LayersResult):
     """Medians of ``repeats`` means of ``tokens`` decode steps each, of layers whose experts are next to nothing.
 
     value: microseconds a layer, ``handed_over_us - resident_us``. handed_over_us: with every expert on the CPU.
@@ -49,29 +49,10 @@ class HandoffBenchmark:
     graph: whether the layers were replayed as one CUDA graph.
     """
 
-    bench: str
-    shape: str
-    batch: int
-    tokens: int
-    cache_expert_num: int
-    routing: str
-    value: float
-    unit: str
-    bound: float | None
     handed_over_us: float
     resident_us: float
     busy_ns: float
-    repeats: int
     graph: bool
-    threads: int
-    isa: str
-    device: str
-    gpu: str | None
-    cpu: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def bench_handoff(
@@ -112,7 +93,6 @@ def bench_handoff(
             routing="uniform",
             value=(handed_over - resident) / layers,
             unit="us/layer",
-            bound=None,
             handed_over_us=handed_over / layers,
             resident_us=resident / layers,
             busy_ns=busy_ns,
@@ -121,8 +101,7 @@ def bench_handoff(
             threads=engine.threads,
             isa=engine.isa.label,
             device=str(device),
-            gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-            cpu=cpu_name(),
+            gpu=gpu_name(device),
         )
 
 

@@ -3,13 +3,12 @@
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from greenroom.bench.experts import cpu_name
+from greenroom.bench.result import BenchResult, gpu_name
 from greenroom.engine.offload import choose_device
 from greenroom.errors import EngineError
 from greenroom.kv.copies import Direction, make_copies
@@ -27,8 +26,8 @@ _REPEATS = 5
 _LIMIT_S = 60.0
 
 
-@dataclass(frozen=True)
-class KvTransferBenchmark:
+@dataclass(frozen=True, kw_only=True)
+class KvTransferBenchmark(BenchResult):
     """Jobs of ``blocks`` blocks that lie anywhere on the device, with images anywhere in host memory.
 
     way: how they are copied; "index" on a CPU device. run_bytes: of a block in each of ``tensors`` tensors.
@@ -37,27 +36,16 @@ class KvTransferBenchmark:
     submit_us: that the caller waits for the beginning of a load.
     """
 
-    bench: str
     way: str
     default: bool
     run_bytes: int
     block_bytes: int
     tensors: int
     blocks: int
-    value: float
-    unit: str
     store_gb_s: float
     load_gb_s_together: float
     store_gb_s_together: float
     submit_us: float
-    repeats: int
-    device: str
-    gpu: str | None
-    cpu: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def bench_kv(device: str = "auto") -> Iterator[KvTransferBenchmark]:
@@ -109,7 +97,6 @@ class _Rig:
             both = [self._once(worker, *Direction) for _ in range(_REPEATS)]
         finally:
             worker.close()
-        on_gpu = self._device.type == "cuda"
         return KvTransferBenchmark(
             bench="kv",
             way=way,
@@ -126,8 +113,7 @@ class _Rig:
             submit_us=statistics.median(submit) * 1e6,
             repeats=_REPEATS,
             device=str(self._device),
-            gpu=torch.cuda.get_device_name(self._device) if on_gpu else None,
-            cpu=cpu_name(),
+            gpu=gpu_name(self._device),
         )
 
     def _once(

@@ -3,13 +3,13 @@
 import queue
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from greenroom.bench.experts import cpu_name
-from greenroom.bench.load import byte_tokenizer
+from greenroom.bench.byte_tokenizer import byte_tokenizer
+from greenroom.bench.result import LayersResult, gpu_name
 from greenroom.bench.shapes import shape_config
 from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
@@ -27,8 +27,8 @@ _QUIET_S = 0.2
 """Between two requests: stores of the one before have ended."""
 
 
-@dataclass(frozen=True)
-class KvPrefixBenchmark:
+@dataclass(frozen=True, kw_only=True)
+class KvPrefixBenchmark(LayersResult):
     """One request at a time, from ``submit`` to its first token.
 
     value: milliseconds with all of the prompt but its last token in host memory. recomputed_ms: with nothing of it
@@ -36,28 +36,11 @@ class KvPrefixBenchmark:
     speedup: ``recomputed_ms / value``. loaded_tokens: of each loaded prompt.
     """
 
-    bench: str
-    shape: str
-    tokens: int
-    cache_expert_num: int
-    routing: str
-    value: float
-    unit: str
     recomputed_ms: float
     on_device_ms: float
     speedup: float
     loaded_tokens: int
     max_step_tokens: int
-    repeats: int
-    threads: int
-    isa: str
-    device: str
-    gpu: str | None
-    cpu: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def bench_kv_prefix(
@@ -104,11 +87,11 @@ def bench_kv_prefix(
             engine.close()
         if loaded_tokens < tokens - 2 * _BLOCK:
             raise EngineError(f"of {tokens} tokens only {loaded_tokens} came from host memory")
-        on_gpu = offload.device.type == "cuda"
         value, again = statistics.median(loaded), statistics.median(recomputed[1:])
         return KvPrefixBenchmark(
             bench="kv-prefix",
             shape=shape,
+            batch=1,
             tokens=tokens,
             cache_expert_num=max(offload.plan.num_slots),
             routing=routing,
@@ -123,8 +106,7 @@ def bench_kv_prefix(
             threads=offload.engine.threads,
             isa=offload.engine.isa.label,
             device=str(offload.device),
-            gpu=torch.cuda.get_device_name(offload.device) if on_gpu else None,
-            cpu=cpu_name(),
+            gpu=gpu_name(offload.device),
         )
     finally:
         close(model)

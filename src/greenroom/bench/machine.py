@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from greenroom import hardware
 from greenroom.bench.bandwidth import measure_bandwidth
-from greenroom.bench.experts import cpu_name, run_expert_benchmark
+from greenroom.bench.experts import run_expert_benchmark
+from greenroom.bench.result import cpu_name
 from greenroom.engine.speed import Rates
 from greenroom.errors import ConfigError
 
@@ -100,7 +101,7 @@ def _measure(on_gpu: bool, threads: int | None) -> Rates:
     lanes = measure_bandwidth(threads)
     large = run_expert_benchmark(hidden=2048, inter=768, experts=16, topk=4, tokens=256, threads=threads, repeats=5)
     device = torch.device("cuda" if on_gpu else "cpu")
-    cpu = lanes.cpu_together if on_gpu else lanes.cpu
+    cpu = lanes.cpu_together if on_gpu else lanes.cpu_alone
     assert cpu is not None
     return Rates(
         cpu_gb_s=cpu,

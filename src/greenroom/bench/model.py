@@ -2,14 +2,14 @@
 
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from greenroom.bench.bandwidth import measure_bandwidth
-from greenroom.bench.experts import cpu_name
+from greenroom.bench.result import LayersResult, gpu_name
 from greenroom.bench.served import ServedDecode
 from greenroom.bench.shapes import shape_config
 from greenroom.bench.synthetic import override_routing, random_model
@@ -24,8 +24,8 @@ _CONTEXT = 64
 """Tokens in the KV cache before decode is timed."""
 
 
-@dataclass(frozen=True)
-class ModelBenchmark:
+@dataclass(frozen=True, kw_only=True)
+class ModelBenchmark(LayersResult):
     """One result. ``value`` is tokens a second over all sequences, the median of ``repeats``.
 
     miss_bytes: expert bytes a step (or prefill) that had no slot, on average. weight_bytes: of other weights, offloaded
@@ -34,31 +34,12 @@ class ModelBenchmark:
     dbo: of decode as ``serve`` runs it, what was asked for and chosen (see ``engine.dbo``); None for any other.
     """
 
-    bench: str
-    shape: str
-    batch: int
-    tokens: int
-    cache_expert_num: int
-    routing: str
-    value: float
-    unit: str
-    bound: float | None
     bound_from: dict[str, float]
     miss_bytes: float
     hit_rate: float
-    repeats: int
-    threads: int
-    isa: str
-    device: str
-    gpu: str | None
-    cpu: str
     weights_offload: str
     weight_bytes: int
     dbo: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def bench_decode(
@@ -193,7 +174,6 @@ class _Bench:
         total = offload.manager.counters.total()
         selection = offload.weights.selection
         bound, rates = _bound(offload, miss_bytes * steps, selection.pass_bytes * steps, tokens)
-        on_gpu = offload.device.type == "cuda"
         return ModelBenchmark(
             **self._labels,
             cache_expert_num=max(offload.plan.num_slots),
@@ -207,8 +187,7 @@ class _Bench:
             threads=offload.engine.threads,
             isa=offload.engine.isa.label,
             device=str(offload.device),
-            gpu=torch.cuda.get_device_name(offload.device) if on_gpu else None,
-            cpu=cpu_name(),
+            gpu=gpu_name(offload.device),
             weights_offload=str(selection),
             weight_bytes=selection.pass_bytes,
         )
@@ -234,7 +213,7 @@ def _bound(
     """
     rates = measure_bandwidth(offload.engine.threads)
     on_gpu = offload.device.type == "cuda"
-    lanes = {"cpu": rates.cpu_together or rates.cpu} | ({"copy": rates.copy_together or 0.0} if on_gpu else {})
+    lanes = {"cpu": rates.cpu_together or rates.cpu_alone} | ({"copy": rates.copy_together or 0.0} if on_gpu else {})
     if not on_gpu:
         weight_bytes = 0.0
     seconds = (miss_bytes + weight_bytes) / (sum(lanes.values()) * 1e9)

@@ -251,11 +251,8 @@ def _against_limit(result: Mapping[str, Any]) -> str:
     )
 
 
-def _show(result: Mapping[str, Any], as_json: bool) -> None:
-    """A benchmark's whole result, with the commit that it was measured with."""
-    from greenroom.bench.commit import commit_hash
-
-    result = {**result, "commit": commit_hash()}
+def _show(result: dict[str, Any], as_json: bool) -> None:
+    """A benchmark's whole result."""
     if as_json:
         output.print_json(result)
     else:
