@@ -3,19 +3,21 @@
 In this order: logit bias, penalties, constraint, temperature, top-k, top-p (of what top-k left), min-p, draw.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.random import Generator, Philox
 
+from greenroom.serving.draw import Wish, draw, enough
 from greenroom.serving.requests import SamplingParams, TokenLogprob
 
 _SEED_MASK = 2**64 - 1
 
 _CANDIDATES = 2048
-"""On the CPU, so many of the likeliest tokens are ordered first; the whole vocabulary only if top-p asks for more."""
+"""Cuts look at so many of the likeliest tokens first; at the whole vocabulary only where those do not decide."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +59,46 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Choice]:
         logits: [rows, vocabulary], any float dtype, on any device. Not changed.
 
     Returns:
-        One choice for each row. The host waits for the device once.
+        One choice for each row. The host waits for the device once, and once more for rows that are cut where their
+        distribution is so flat that the likeliest tokens do not decide.
     """
     if all(_takes_likeliest(row) for row in rows):
         return _likeliest(logits)
+    vocabulary, wishes = logits.shape[-1], [_wish(row) for row in rows]
+    first = _choices(logits, rows, wishes, enough(wishes, vocabulary, _CANDIDATES))
+    open_ = [index for index, choice in enumerate(first) if choice is None]
+    again: Iterator[Choice | None] = iter(())
+    if open_:
+        some = logits.index_select(0, _to(np.array(open_), logits.device))
+        again = iter(_choices(some, [rows[i] for i in open_], [wishes[i] for i in open_], vocabulary))
+    return [choice or cast("Choice", next(again)) for choice in first]
+
+
+def _choices(logits: torch.Tensor, rows: Sequence[Row], wishes: Sequence[Wish], candidates: int) -> list[Choice | None]:
+    """One for each row; None where so many candidates do not decide, which the whole vocabulary always does."""
     raw = logits.float()
     scores = _constrain(_penalise(_bias(raw, rows), rows), rows)
-    valid = scores.amax(-1).isfinite() & ~raw.isnan().any(-1)
-    tokens = torch.where(valid, _draw(scores, rows), -1)
+    best, likeliest = scores.max(-1)
+    # The largest of a row with a NaN is a NaN, unless a constraint has hidden it.
+    valid = best.isfinite() if scores is raw else best.isfinite() & ~raw.isnan().any(-1)
+    drawn, decided = draw(scores, best, likeliest, wishes, candidates)
+    tokens = torch.where(valid, drawn, -1)
     # Token ids are exact in float64, so that everything crosses to the host in one copy.
-    columns = [tokens[:, None].double()]
+    columns = [(decided | ~valid)[:, None].double(), tokens[:, None].double()]
     most = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
     if most is not None:
-        logprobs = raw.log_softmax(-1)
-        columns.append(logprobs.gather(-1, tokens.clamp(min=0)[:, None]).double())
-        values, ids = logprobs.topk(min(most, raw.shape[-1]), -1)
-        columns += [ids.double(), values.double()]
+        mass = raw.logsumexp(-1, keepdim=True)
+        values, ids = raw.topk(min(most, raw.shape[-1]), -1)
+        chosen = raw.gather(-1, tokens.clamp(min=0)[:, None])
+        columns += [(chosen - mass).double(), ids.double(), (values - mass).double()]
     result = torch.cat(columns, -1).cpu().numpy()
-    return [_choice(row, values, most) for row, values in zip(rows, result, strict=True)]
+    return [_choice(row, values[1:], most) if values[0] else None for row, values in zip(rows, result, strict=True)]
+
+
+def _wish(row: Row) -> Wish:
+    params = row.params
+    number = uniform(row.seed, row.position) if params.temperature else 0.0
+    return Wish(number, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _takes_likeliest(row: Row) -> bool:
@@ -164,73 +188,6 @@ def _constrain(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     places = torch.arange(32, dtype=torch.int32, device=scores.device)
     allowed = ((mask[:, :, None] >> places) & 1).bool().flatten(1)[:, : scores.shape[-1]]
     return scores.masked_fill(~allowed, -torch.inf)
-
-
-def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """int64 [rows]: the likeliest token where temperature is 0, else one by its probability."""
-    likeliest = scores.argmax(-1)
-    if all(row.params.temperature == 0 for row in rows):
-        return likeliest
-    warm = np.array([row.params.temperature or 1.0 for row in rows])
-    draws = np.array([uniform(row.seed, row.position) if row.params.temperature else 0.0 for row in rows])
-    # In float64: sums over a large vocabulary decide where a cut or a draw falls.
-    probabilities = (scores.double() / _to(warm, scores.device)[:, None]).softmax(-1)
-    probabilities = _cut(probabilities, rows)
-    # In the order of token ids, so that a row's draw does not depend on whether others made a sort necessary.
-    sums = probabilities.cumsum(-1)
-    total = sums[:, -1:]
-    target = torch.minimum(_to(draws, scores.device)[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    drawn = torch.searchsorted(sums, target, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
-    greedy = _to(np.array([row.params.temperature == 0 for row in rows]), scores.device)
-    return torch.where(greedy, likeliest, drawn)
-
-
-def _cut(probabilities: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Zero for the tokens that do not take part. float64 [rows, vocabulary]"""
-    device, vocabulary = probabilities.device, probabilities.shape[-1]
-    params = [row.params for row in rows]
-    if any(p.top_k or p.top_p < 1 for p in params):
-        if device.type == "cpu" and vocabulary > _CANDIDATES:
-            probabilities = torch.stack([_cut_row(row, p) for row, p in zip(probabilities, params, strict=True)])
-        else:
-            probabilities = _cut_by_rank(probabilities, params)
-    if any(p.min_p for p in params):
-        min_p = _to(np.array([p.min_p for p in params]), device)[:, None]
-        least = min_p * probabilities.amax(-1, keepdim=True)
-        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
-    return probabilities
-
-
-def _cut_by_rank(probabilities: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """top-k, then top-p of what that left. Equal tokens rank by their ids."""
-    device, vocabulary = probabilities.device, probabilities.shape[-1]
-    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    top_k = _to(np.array([min(p.top_k, vocabulary) or vocabulary for p in params]), device)[:, None]
-    ordered = ordered.masked_fill(torch.arange(vocabulary, device=device) >= top_k, 0.0)
-    top_p = _to(np.array([p.top_p for p in params]), device)[:, None]
-    before = ordered.cumsum(-1) - ordered
-    keep = (before < top_p * ordered.sum(-1, keepdim=True)) | (top_p >= 1)
-    return torch.zeros_like(probabilities).scatter(-1, ids, ordered.masked_fill(~keep, 0.0))
-
-
-def _cut_row(probabilities: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The same for one row, on the CPU, where ordering a whole vocabulary takes as long as a small model's step."""
-    if not params.top_k and params.top_p >= 1:
-        return probabilities
-    least = probabilities.topk(min(params.top_k or _CANDIDATES, len(probabilities))).values[-1]
-    # All that equal the last one: which of equals come first is not left to ``topk``.
-    ids = (probabilities >= least).nonzero()[:, 0]
-    ordered, order = probabilities[ids].sort(descending=True, stable=True)
-    if params.top_k:
-        ordered = ordered[: params.top_k]
-    if params.top_p < 1:
-        total = ordered.sum() if params.top_k else probabilities.sum()
-        before = ordered.cumsum(-1) - ordered
-        keep = int((before < params.top_p * total).sum())  # a prefix, since they fall
-        if keep == len(ids) < len(probabilities) and not params.top_k:
-            return _cut_by_rank(probabilities[None], [params])[0]  # the candidates do not hold the mass
-        ordered = ordered[:keep]
-    return torch.zeros_like(probabilities).scatter(-1, ids[order[: len(ordered)]], ordered)
 
 
 def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:
