@@ -59,6 +59,14 @@ class Books(RuleBasedStateMachine):
         self.model.hold(chain)
         self.model.let_go(chain)
 
+    @rule(sequence=SEQUENCES)
+    def touch_last(self, sequence: tuple) -> None:
+        self.manager.touch_last(keys_of(sequence))
+        ends = [sequence[:end] for end in range(len(sequence), 0, -1)]
+        last = [block for end in ends if (block := self.model.find(end)) is not None][:1]
+        self.model.hold(last)
+        self.model.let_go(last)
+
     @rule(sequence=SEQUENCES, data=st.data())
     def load(self, sequence: tuple, data: st.DataObject) -> None:
         first = data.draw(st.integers(0, len(sequence) - 1))
@@ -222,6 +230,17 @@ def test_a_sequence_that_came_in_several_stores_leaves_from_its_end(policy: str,
         store(manager, others[(count - 1) * factor : count * factor], [START, *others][(count - 1) * factor])
         assert manager.lookup(keys) == min(4, 5 - count) * factor
         assert manager.lookup(others) == count * factor
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_sequence_that_is_touched_at_its_end_stays(policy: str) -> None:
+    manager = HostBlockManager(5, 1, policy)
+    keys = keys_of((0,) * 4)
+    store(manager, keys[:3])
+    for other in range(1, 30):
+        manager.touch_last(keys)  # of which the fourth is not there
+        store(manager, keys_of((other,)))
+        assert manager.lookup(keys) == 3
 
 
 def test_a_sequence_alone_does_not_push_out_its_own_beginning() -> None:

@@ -266,6 +266,80 @@ class TestParts:
         assert sequence.cached_tokens == 3
 
 
+class TestWaiting:
+    """For what an older prompt computes. Blocks hold 4 tokens."""
+
+    def begun(self, *prompts, **limits) -> tuple[Scheduler, list[Sequence]]:
+        scheduler = make(**{"num_blocks": 60, "max_tokens": 64} | limits)
+        sequences = [Sequence(order, [*prompt]) for order, prompt in enumerate(prompts)]
+        for sequence in sequences:
+            scheduler.add(sequence, len(sequence.tokens) + 8)
+        return scheduler, sequences
+
+    def test_one_computes_and_the_others_take_over(self) -> None:
+        scheduler, sequences = self.begun(*[range(22)] * 4)
+        assert [step(scheduler) for _ in range(2)] == [[(0, 22)], [(0, 1), (1, 1), (2, 1), (3, 1)]]
+        assert [sequence.cached_tokens for sequence in sequences] == [0, 21, 21, 21]
+
+    def test_a_prompt_shorter_than_a_block(self) -> None:
+        scheduler, _ = self.begun(*[range(3)] * 3)
+        assert [step(scheduler) for _ in range(2)] == [[(0, 3)], [(0, 1), (1, 1), (2, 1)]]
+
+    def test_a_prompt_of_whole_blocks(self) -> None:
+        scheduler, _ = self.begun(*[range(8)] * 2)
+        assert [step(scheduler) for _ in range(2)] == [[(0, 8)], [(0, 1), (1, 1)]]
+
+    def test_no_longer_than_for_what_is_the_same(self) -> None:
+        scheduler, _ = self.begun(range(40), [*range(9), *range(60, 64)], max_tokens=16)
+        assert step(scheduler) == [(0, 16)]
+        assert step(scheduler) == [(0, 12), (1, 4)]  # the 9th token as well was taken over
+
+    def test_what_mostly_differs_takes_what_is_left_of_a_pass(self) -> None:
+        first, second = [*range(4), *range(50, 60)], [*range(4), *range(70, 80)]
+        assert step(self.begun(first, second)[0]) == [(0, 14), (1, 14)]
+        scheduler, _ = self.begun(first, second, max_tokens=14)  # nothing is left
+        assert [step(scheduler) for _ in range(2)] == [[(0, 14)], [(0, 1), (1, 10)]]
+
+    def test_its_turn_is_the_older_ones(self) -> None:
+        """A short prompt goes before one in the middle, also if a long one computes its beginning."""
+        scheduler, _ = self.begun(range(100), range(200, 230), range(13), max_tokens=32)
+        assert step(scheduler) == [(0, 12), (1, 20)]
+        assert step(scheduler)[2] == (2, 1)
+
+    def test_decode_goes_on(self) -> None:
+        scheduler, _ = self.begun(range(6))
+        step(scheduler)
+        for order in (1, 2):
+            scheduler.add(Sequence(order, [*range(30, 42)]), 20)
+        assert [step(scheduler) for _ in range(2)] == [[(0, 1), (1, 12)], [(0, 1), (1, 1), (2, 1)]]
+
+    @pytest.mark.parametrize("how", ["finish", "_preempt"])
+    def test_without_the_older_one_the_next_computes(self, how) -> None:
+        scheduler, sequences = self.begun(*[range(22)] * 3, max_tokens=6)
+        assert step(scheduler) == [(0, 6)]
+        planned = scheduler.plan()
+        assert [item.sequence for item in planned] == sequences[:1]
+        getattr(scheduler, how)(sequences[0])  # it failed with its pass, say
+        scheduler.waiting.clear()
+        assert step(scheduler) == [(1, 6)]
+        assert sequences[1].computed == 12  # 6 of them by the older one
+
+    def test_an_older_one_without_blocks_is_not_waited_for(self) -> None:
+        scheduler, sequences = self.begun(*[range(10)] * 2, num_blocks=7)
+        scheduler._admit()
+        held = scheduler.pool.allocate(5)
+        assert held is not None
+        assert scheduler.plan() == []  # both were given up
+        scheduler.pool.release(held)
+        scheduler.check()
+        while any(len(sequence.tokens) == 10 for sequence in sequences):
+            assert step(scheduler)
+
+    def test_nobody_waits_if_the_cache_is_not_made_of_blocks(self) -> None:
+        scheduler, _ = self.begun(*[range(8)] * 2, reuse=False)
+        assert step(scheduler) == [(0, 8), (1, 8)]
+
+
 class TestPreemption:
     def test_the_youngest_gives_up_its_blocks_and_comes_back_first(self) -> None:
         scheduler = make(num_blocks=6)
@@ -439,3 +513,19 @@ class TestHostMemory:
         step(scheduler)
         scheduler._preempt(sequence)
         assert not offload.begun
+
+    def test_a_prefix_on_the_device_counts_as_used(self) -> None:
+        offload = Offload()
+        scheduler = make(offload=offload)
+        scheduler.finish(TestAdmission().done(scheduler, 0, 9))
+        assert offload.touched == []
+        again = add(scheduler, 1, 9, letter=0)
+        step(scheduler)
+        assert offload.touched == [again.keys[:2]]
+        scheduler.finish(again)
+        offload.has = 1
+        longer = Sequence(2, [*range(9), 90, 91, 92, 93])  # what is loaded behind it counts by itself
+        scheduler.add(longer, 14)
+        step(scheduler)
+        assert scheduler.loading == [longer]
+        assert len(offload.touched) == 1
