@@ -196,6 +196,18 @@ def test_cached_tokens(client):
     assert complete(client, "Something new. " * 20, n=3).usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_outputs_of_one_prompt_compute_it_once(client, tiny):
+    def computed() -> float:
+        metrics = tiny.metrics()
+        return metrics["greenroom_prompt_tokens_total", ()] - metrics["greenroom_prefix_cached_tokens_total", ()]
+
+    before = computed()
+    usage = complete(client, "What nobody has asked before, at some length. " * 20, n=4).usage
+    assert usage.prompt_tokens > 200
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    assert computed() - before == usage.prompt_tokens + 3
+
+
 def test_content_in_parts(client):
     parts = [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "of the sea"}]
     assert chat(client, parts).choices[0].message.content == chat(client).choices[0].message.content

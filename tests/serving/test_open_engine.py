@@ -1,5 +1,6 @@
 """open_engine with real models on the CPU: whatever runs beside a request, it gets what it gets alone."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,31 @@ def alone(loaded) -> dict[str, tuple[list[int], str]]:
         results[prompt] = client.tokens, client.text
     engine.close()
     return results
+
+
+class TestOnePrompt:
+    @pytest.mark.parametrize("budget", [64, 512])
+    def test_four_outputs_that_arrive_together_compute_it_once(self, loaded, budget) -> None:
+        ids = (loaded[1](" ".join(PROMPTS))["input_ids"] * 2)[:300]
+        with opened(loaded, max_context=400, max_step_tokens=budget) as engine:
+            expected = ask(engine, loaded[1], ids)
+            expected.result()
+        with opened(loaded, max_context=400, max_step_tokens=budget) as engine:
+            held, go = threading.Event(), threading.Event()
+
+            def hold(_) -> None:
+                held.set()
+                assert go.wait(60)
+
+            # The engine's thread stands still while they come, so that one pass admits all of them.
+            engine.submit([5], SamplingParams(temperature=0, max_tokens=1), hold)
+            assert held.wait(60)
+            clients = [ask(engine, loaded[1], ids) for _ in range(4)]
+            go.set()
+            assert [client.result().cached_tokens for client in clients] == [0, 299, 299, 299]
+            assert all(client.tokens == expected.tokens for client in clients)
+            stats = engine.stats()
+            assert stats.prompt_tokens - stats.cached_tokens == 1 + 300 + 3
 
 
 class TestConcurrentRequests:
