@@ -13,12 +13,19 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md LICENSE \
 VLLM_VENV := .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: help install inplace demo test test-vllm lint format clean
+OLDEST_VENV := .venv-oldest
+OLDEST_PIP := $(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check
+OLDEST_TESTS := tests/cli tests/test_packaging.py tests/server/test_openai_client.py tests/serving/test_open_engine.py \
+  $(addprefix tests/engine/test_,families.py loader.py checkpoint.py generation.py fused_layers.py)
+PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+.PHONY: help install inplace demo test test-vllm test-oldest lint format clean
 
 help:
 	@echo "make demo      generate text from $(MODEL), its experts offloaded"
 	@echo "make test      run all tests"
 	@echo "make test-vllm run the vLLM plugin's tests with vLLM's CPU build, in $(VLLM_VENV)"
+	@echo "make test-oldest  run what touches other libraries with their lowest versions, in $(OLDEST_VENV)"
 	@echo "make install   create $(VENV) and install greenroom into it (demo and test do this too)"
 	@echo "make inplace   put the compiled library beside its Python, to run with PYTHONPATH=src"
 	@echo "make lint      ruff and mypy"
@@ -50,7 +57,7 @@ demo: $(VENV)/.installed
 
 # One process a core: most of the time goes to an interpreter that stands in for a GPU and uses one.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 # Image, video and audio come along as builds for another torch, which break imports; text needs none of them.
 $(VLLM_VENV)/.created: constraints-vllm.txt
@@ -68,6 +75,17 @@ $(VLLM_VENV)/.installed: $(VLLM_VENV)/.created $(SOURCES)
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin $(PYTEST_ARGS)
 
+# Not all of the test extra: schemathesis needs newer libraries.
+$(OLDEST_VENV)/.installed: constraints-oldest.txt $(SOURCES)
+	test -d $(OLDEST_VENV) || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_PIP) install --quiet --constraint constraints.txt pip
+	$(OLDEST_PIP) install --quiet --constraint constraints-oldest.txt --build-constraint constraints.txt ".[serve]" \
+	  hypothesis jsonschema openai psutil pytest pytest-timeout pytest-xdist triton
+	@touch $@
+
+test-oldest: $(OLDEST_VENV)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,6 +96,6 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 	rm -f src/greenroom/kernels/cpu/*.so
