@@ -44,8 +44,8 @@ def requests(draw):
     return row, allowed
 
 
-def bits(allowed) -> np.ndarray:
-    words = np.zeros(math.ceil(VOCABULARY / 32), dtype=np.uint32)
+def bits(allowed, vocabulary=VOCABULARY) -> np.ndarray:
+    words = np.zeros(math.ceil(vocabulary / 32), dtype=np.uint32)
     for token in allowed:
         words[token // 32] |= np.uint32(1 << (token % 32))
     return words
@@ -57,8 +57,9 @@ def random_logits(rows, seed) -> torch.Tensor:
 
 @pytest.fixture(params=[2048, 1, 7], ids=["ordered whole", "1 candidate", "7 candidates"])
 def candidates(request, monkeypatch) -> None:
-    """On the CPU only so many tokens are ordered, unless they do not decide."""
+    """Only so many tokens are ordered, unless they do not decide; blocks of eight."""
     monkeypatch.setattr(sampling, "_CANDIDATES", request.param)
+    monkeypatch.setattr("greenroom.serving.draw._BLOCK", 8)
 
 
 @pytest.mark.usefixtures("candidates")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 _BLOCK = 512
 """Tokens of one sum."""
@@ -32,11 +31,13 @@ class _Table:
 
     Attributes:
         top_k: at most the vocabulary.
+        floor: min_p of rows without another cut, else 0.
         warm: of rows that are drawn at all, those whose temperature is not 0.
         cut: of rows that are drawn from their likeliest tokens.
         any_cut: whether there is such a row.
         any_whole: whether a row is drawn from a whole vocabulary.
         any_mass: whether a row's top-p is of the mass of a whole vocabulary.
+        any_floor: whether a floor is above 0.
     """
 
     number: torch.Tensor
@@ -44,11 +45,13 @@ class _Table:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    floor: torch.Tensor
     warm: torch.Tensor
     cut: torch.Tensor
     any_cut: bool
     any_whole: bool
     any_mass: bool
+    any_floor: bool
 
 
 def enough(wishes: Sequence[Wish], vocabulary: int, least: int) -> int:
@@ -80,10 +83,12 @@ def draw(
     tokens, best = likeliest[:, None], best.double()[:, None]
     mass = torch.zeros_like(best)
     if table.any_whole or table.any_mass:
-        padded = pad(scores, (0, -scores.shape[-1] % _BLOCK), value=-torch.inf)
-        blocks = _weights(padded, best, table).unflatten(-1, (-1, _BLOCK))
+        blocks = _weights(_in_blocks(scores), best[:, None], table.temperature[:, None])
         sums = blocks.sum(-1)
         mass = sums.sum(-1, keepdim=True)
+        if table.any_floor:
+            blocks = blocks.masked_fill(blocks < table.floor[:, None], 0.0)
+            sums = blocks.sum(-1)
         if table.any_whole:
             tokens = torch.where(table.warm, _draw_from_blocks(blocks, sums, table.number), tokens)
     if table.any_cut:
@@ -94,33 +99,54 @@ def draw(
 
 
 def _is_cut(wish: Wish, vocabulary: int) -> bool:
-    return wish.temperature > 0 and (0 < wish.top_k < vocabulary or wish.top_p < 1 or wish.min_p > 0)
+    return wish.temperature > 0 and (0 < wish.top_k < vocabulary or wish.top_p < 1)
 
 
 def _table(wishes: Sequence[Wish], vocabulary: int, device: torch.device) -> _Table:
     warm = np.array([wish.temperature > 0 for wish in wishes])
     cut = np.array([_is_cut(wish, vocabulary) for wish in wishes])
     top_k = np.array([min(wish.top_k or vocabulary, vocabulary) for wish in wishes])
+    floor = np.array([0.0 if is_cut else wish.min_p for wish, is_cut in zip(wishes, cut, strict=True)])
     values = [
         [wish.number for wish in wishes],
         [wish.temperature or 1.0 for wish in wishes],
         top_k,
         [wish.top_p for wish in wishes],
         [wish.min_p for wish in wishes],
+        floor,
         warm,
         cut,
     ]
     # In one copy, which the host does not wait for.
-    columns = torch.from_numpy(np.array(values, dtype=np.float64)[:, :, None]).to(device, non_blocking=True)
-    number, temperature, k, top_p, min_p, is_warm, is_cut = columns.unbind()
-    any_whole = bool((warm & ~cut).any())
-    any_mass = bool((cut & (top_k == vocabulary) & (np.array([wish.top_p for wish in wishes]) < 1)).any())
-    return _Table(number, temperature, k, top_p, min_p, is_warm > 0, is_cut > 0, bool(cut.any()), any_whole, any_mass)
+    columns = torch.from_numpy(np.array(values, dtype=np.float64)[:, :, None]).to(device, non_blocking=True).unbind()
+    return _Table(
+        number=columns[0],
+        temperature=columns[1],
+        top_k=columns[2],
+        top_p=columns[3],
+        min_p=columns[4],
+        floor=columns[5],
+        warm=columns[6] > 0,
+        cut=columns[7] > 0,
+        any_cut=bool(cut.any()),
+        any_whole=bool((warm & ~cut).any()),
+        any_mass=bool((cut & (top_k == vocabulary)).any()),
+        any_floor=bool((floor * warm).any()),
+    )
 
 
-def _weights(scores: torch.Tensor, best: torch.Tensor, table: _Table) -> torch.Tensor:
-    """Probabilities but for a factor: 1 for the likeliest. In float64: sums decide where a cut or a draw falls."""
-    return (scores - best).div_(table.temperature).exp_()
+def _in_blocks(scores: torch.Tensor) -> torch.Tensor:
+    """float64 [rows, blocks, tokens]. The last block is filled up with what is never drawn."""
+    rows, vocabulary = scores.shape
+    blocks = scores.new_full((rows, -(-vocabulary // _BLOCK), _BLOCK), -torch.inf, dtype=torch.float64)
+    blocks.flatten(1)[:, :vocabulary] = scores
+    return blocks
+
+
+def _weights(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Probabilities but for a factor: 1 for the likeliest. In float64, since sums decide where a cut or a draw falls;
+    in the place of the scores, since new memory for a vocabulary takes longer than this on a CPU."""
+    return scores.sub_(best).div_(temperature).exp_()
 
 
 def _draw_from_blocks(blocks: torch.Tensor, sums: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -142,7 +168,7 @@ def _draw_from_likeliest(
     # In the order of ids, so that equals keep it, and a draw does not depend on how many candidates there are.
     ids = _candidates(scores, candidates)
     ordered, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    kept = _cut(_weights(ordered, best, table), mass, table, scores.shape[-1])
+    kept = _cut(_weights(ordered.double(), best, table.temperature), mass, table, scores.shape[-1])
     # What is no candidate may equal the last one, and come before it by its id: nothing like that may take part.
     decided = ((kept == 0) | (ordered > ordered[:, -1:])).all(-1)
     if candidates == scores.shape[-1]:
