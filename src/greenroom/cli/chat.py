@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from greenroom.cli import options, output
+from greenroom.cli.offload_options import takes_offload_config
 from greenroom.cli.session import open_model, silence
 from greenroom.config import OffloadConfig
 from greenroom.errors import GreenroomError, UnsupportedModelError
@@ -13,49 +14,20 @@ from greenroom.errors import GreenroomError, UnsupportedModelError
 _INTRODUCTION = "/reset starts over, /exit or Ctrl-D ends."
 
 
+@takes_offload_config
 def chat(
     model: options.Model,
+    *,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens a reply at most.")] = 512,
     dtype: options.Dtype = "auto",
-    cache_expert_num: options.CacheExpertNum = None,
-    vram: options.Vram = None,
-    cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
-    update_expert_num: options.UpdateExpertNum = OffloadConfig.update_expert_num,
-    context_num_threads: options.ContextNumThreads = None,
-    policy: options.Policy = OffloadConfig.policy,
-    profile: options.Profile = None,
-    device: options.Device = OffloadConfig.device,
-    isa: options.Isa = OffloadConfig.isa,
-    no_pin_memory: options.NoPinMemory = False,
+    config: OffloadConfig,
     no_graph: options.NoGraph = False,
-    weights_offload_group_size: options.WeightsGroupSize = None,
-    weights_offload_num_in_group: options.WeightsNumInGroup = None,
-    weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
-    weights_offload_params: options.WeightsParams = None,
-    weights_offload_backend: options.WeightsBackend = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
 ) -> None:
     """Talk with a model whose experts are offloaded. Reads one message a line."""
-    config = OffloadConfig(
-        cache_expert_num=cache_expert_num,
-        vram=vram,
-        cache_topk=cache_topk,
-        update_expert_num=update_expert_num,
-        context_num_threads=context_num_threads,
-        policy=policy,
-        profile=profile,
-        device=device,
-        isa=isa,
-        pin_memory=not no_pin_memory,
-        weights_offload_group_size=weights_offload_group_size,
-        weights_offload_num_in_group=weights_offload_num_in_group,
-        weights_offload_prefetch_step=weights_offload_prefetch_step,
-        weights_offload_params=weights_offload_params,
-        weights_offload_backend=weights_offload_backend,
-    )
     from greenroom.engine import generation
 
     generation.check_request("-", max_tokens, temperature=temperature, top_p=top_p)

@@ -5,54 +5,26 @@ from typing import Annotated
 import typer
 
 from greenroom.cli import options, output
+from greenroom.cli.offload_options import takes_offload_config
 from greenroom.cli.session import one_json_object, open_model
 from greenroom.config import OffloadConfig
 
 
+@takes_offload_config
 def generate(
     model: options.Model,
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")],
+    *,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most.")] = 128,
     dtype: options.Dtype = "auto",
-    cache_expert_num: options.CacheExpertNum = None,
-    vram: options.Vram = None,
-    cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
-    update_expert_num: options.UpdateExpertNum = OffloadConfig.update_expert_num,
-    context_num_threads: options.ContextNumThreads = None,
-    policy: options.Policy = OffloadConfig.policy,
-    profile: options.Profile = None,
-    device: options.Device = OffloadConfig.device,
-    isa: options.Isa = OffloadConfig.isa,
-    no_pin_memory: options.NoPinMemory = False,
+    config: OffloadConfig,
     no_graph: options.NoGraph = False,
-    weights_offload_group_size: options.WeightsGroupSize = None,
-    weights_offload_num_in_group: options.WeightsNumInGroup = None,
-    weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
-    weights_offload_params: options.WeightsParams = None,
-    weights_offload_backend: options.WeightsBackend = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Continue a prompt with a model whose experts are offloaded."""
-    config = OffloadConfig(
-        cache_expert_num=cache_expert_num,
-        vram=vram,
-        cache_topk=cache_topk,
-        update_expert_num=update_expert_num,
-        context_num_threads=context_num_threads,
-        policy=policy,
-        profile=profile,
-        device=device,
-        isa=isa,
-        pin_memory=not no_pin_memory,
-        weights_offload_group_size=weights_offload_group_size,
-        weights_offload_num_in_group=weights_offload_num_in_group,
-        weights_offload_prefetch_step=weights_offload_prefetch_step,
-        weights_offload_params=weights_offload_params,
-        weights_offload_backend=weights_offload_backend,
-    )
     # Imported here: torch and transformers take seconds that --help and a wrong knob need not wait for.
     import greenroom
     from greenroom.engine import generation

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from greenroom.cli import options, output
+from greenroom.cli.offload_options import takes_offload_config
 from greenroom.config import OffloadConfig, parse_size
 from greenroom.engine.dbo import DboPolicy, check_dbo
 from greenroom.errors import ConfigError, UnsupportedModelError
@@ -21,8 +22,10 @@ _BLOCK = 16
 """Tokens a KV block."""
 
 
+@takes_offload_config
 def serve(
     model: options.Model,
+    *,
     host: Annotated[str, typer.Option("--host", metavar="H", help="Address to listen on; 0.0.0.0 for all.")] = (
         "127.0.0.1"
     ),
@@ -75,40 +78,9 @@ def serve(
     ] = 60.0,
     dbo: options.Dbo = "off",
     dtype: options.Dtype = "auto",
-    cache_expert_num: options.CacheExpertNum = None,
-    vram: options.Vram = None,
-    cache_topk: options.CacheTopk = OffloadConfig.cache_topk,
-    update_expert_num: options.UpdateExpertNum = OffloadConfig.update_expert_num,
-    context_num_threads: options.ContextNumThreads = None,
-    policy: options.Policy = OffloadConfig.policy,
-    profile: options.Profile = None,
-    device: options.Device = OffloadConfig.device,
-    isa: options.Isa = OffloadConfig.isa,
-    no_pin_memory: options.NoPinMemory = False,
-    weights_offload_group_size: options.WeightsGroupSize = None,
-    weights_offload_num_in_group: options.WeightsNumInGroup = None,
-    weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
-    weights_offload_params: options.WeightsParams = None,
-    weights_offload_backend: options.WeightsBackend = None,
+    config: OffloadConfig,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface."""
-    config = OffloadConfig(
-        cache_expert_num=cache_expert_num,
-        vram=vram,
-        cache_topk=cache_topk,
-        update_expert_num=update_expert_num,
-        context_num_threads=context_num_threads,
-        policy=policy,
-        profile=profile,
-        device=device,
-        isa=isa,
-        pin_memory=not no_pin_memory,
-        weights_offload_group_size=weights_offload_group_size,
-        weights_offload_num_in_group=weights_offload_num_in_group,
-        weights_offload_prefetch_step=weights_offload_prefetch_step,
-        weights_offload_params=weights_offload_params,
-        weights_offload_backend=weights_offload_backend,
-    )
     check_dbo(dbo)
     kv_bytes = None if kv_cache is None else parse_size(kv_cache)
     body_bytes = parse_size(max_body)
