@@ -67,6 +67,15 @@ def test_the_oldest_that_needs_the_same_block_leads(sequences) -> None:
     assert all(wait.saves >= 1 and wait.tokens >= 1 for wait in expected.values())
 
 
+def test_ends_that_are_not_full() -> None:
+    whole = [0, 1, 2, 3, 8, 9]
+    assert find_waits([sequence(0, whole, 4), sequence(1, whole, 4)], SIZE) == {1: Wait(0, 2, 1)}
+    assert find_waits([sequence(0, whole, 4), sequence(1, [7, *whole[1:]], 4)], SIZE) == {}  # other tokens before
+    assert find_waits([sequence(0, whole, 4), sequence(1, [*whole, 7], 4)], SIZE) == {}
+    outputs = [sequence(order, whole, 4, output=1) for order in range(2)]  # their ends are not left to others
+    assert find_waits(outputs, SIZE) == {}
+
+
 @given(running(), st.integers(8, 40))
 @settings(max_examples=500)
 def test_shares(sequences, budget) -> None:
