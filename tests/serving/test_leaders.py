@@ -104,15 +104,22 @@ REQUEST = st.tuples(
 )
 
 
-@given(st.lists(REQUEST, min_size=2, max_size=7), st.sampled_from([10, 13, 32, 100]), st.integers(3, 6))
+@given(
+    st.lists(REQUEST, min_size=2, max_size=7),
+    st.sampled_from([10, 13, 32, 100]),
+    st.integers(3, 6),
+    st.sampled_from([14, 200]),
+)
 @settings(max_examples=150, deadline=None)
-def test_requests_with_the_same_beginnings_get_what_each_gets_alone(requests, budget, seats) -> None:
+def test_requests_with_the_same_beginnings_get_what_each_gets_alone(requests, budget, seats, blocks) -> None:
     requests = sorted(requests, key=lambda request: request[2])
-    runner = SlowRunner(200, SIZE, seats, budget, VOCAB)
+    runner = SlowRunner(blocks, SIZE, seats, budget, VOCAB)
     loop = EngineLoop(TOKENIZER, runner, VOCAB, budget)
     params, listeners = SamplingParams(temperature=0, ignore_eos=True), {}
     prompts = [[50 + place for place in range(shared)] + own or [50] for shared, own, _, _ in requests]
-    most = 10 + sum(len(prompt) + 3 for prompt in prompts)  # nobody is preempted, and no pass computes nothing
+    most = 10 + sum(len(prompt) + 3 for prompt in prompts)  # no pass computes nothing
+    if blocks < 200:
+        most *= 2  # some give up what they have computed
     for now in range(most):
         for number, (_, _, arrives, lives) in enumerate(requests):
             if arrives == now:
@@ -126,7 +133,7 @@ def test_requests_with_the_same_beginnings_get_what_each_gets_alone(requests, bu
         loop.scheduler.check()
         if loop.scheduler.running:
             assert len(runner.passes) == before + 1
-        if prompting:  # whoever is the oldest goes on, by its own work or that of others
+        if prompting and blocks == 200:  # whoever is the oldest goes on, by its own work or that of others
             oldest = min(prompting)
             left = next((each.pending for each in loop.scheduler.running if each.order == oldest), 0)
             assert left < prompting[oldest]
