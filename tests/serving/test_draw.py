@@ -189,3 +189,11 @@ def test_the_host_does_not_wait_for_a_draw() -> None:
         draws.draw(scores, best, likeliest, wishes, CANDIDATES)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_draw_stays_in_its_block_where_sums_differ_in_their_last_bits(monkeypatch) -> None:
+    monkeypatch.setattr(draws, "_BLOCK", 4)
+    blocks = torch.tensor([[[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]], dtype=torch.float64)
+    sums = torch.tensor([[2.0 + 2**-50, 1.0]], dtype=torch.float64)
+    number = torch.tensor([[(2.0 + 2**-51) / (3.0 + 2**-50)]], dtype=torch.float64)
+    assert draws._draw_from_blocks(blocks, sums, number).item() == 1

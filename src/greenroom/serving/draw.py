@@ -31,13 +31,12 @@ class _Table:
 
     Attributes:
         top_k: at most the vocabulary.
-        floor: min_p of rows without another cut, else 0.
         warm: of rows that are drawn at all, those whose temperature is not 0.
         cut: of rows that are drawn from their likeliest tokens.
         any_cut: whether there is such a row.
         any_whole: whether a row is drawn from a whole vocabulary.
         any_mass: whether a row's top-p is of the mass of a whole vocabulary.
-        any_floor: whether a floor is above 0.
+        any_floor: whether a row that is drawn from a whole vocabulary has a min_p.
     """
 
     number: torch.Tensor
@@ -45,7 +44,6 @@ class _Table:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
-    floor: torch.Tensor
     warm: torch.Tensor
     cut: torch.Tensor
     any_cut: bool
@@ -87,7 +85,7 @@ def draw(
         sums = blocks.sum(-1)
         mass = sums.sum(-1, keepdim=True)
         if table.any_floor:
-            blocks = blocks.masked_fill(blocks < table.floor[:, None], 0.0)
+            blocks = blocks.masked_fill(blocks < table.min_p[:, None], 0.0)
             sums = blocks.sum(-1)
         if table.any_whole:
             tokens = torch.where(table.warm, _draw_from_blocks(blocks, sums, table.number), tokens)
@@ -106,14 +104,13 @@ def _table(wishes: Sequence[Wish], vocabulary: int, device: torch.device) -> _Ta
     warm = np.array([wish.temperature > 0 for wish in wishes])
     cut = np.array([_is_cut(wish, vocabulary) for wish in wishes])
     top_k = np.array([min(wish.top_k or vocabulary, vocabulary) for wish in wishes])
-    floor = np.array([0.0 if is_cut else wish.min_p for wish, is_cut in zip(wishes, cut, strict=True)])
+    min_p = np.array([wish.min_p for wish in wishes])
     values = [
         [wish.number for wish in wishes],
         [wish.temperature or 1.0 for wish in wishes],
         top_k,
         [wish.top_p for wish in wishes],
-        [wish.min_p for wish in wishes],
-        floor,
+        min_p,
         warm,
         cut,
     ]
@@ -125,13 +122,12 @@ def _table(wishes: Sequence[Wish], vocabulary: int, device: torch.device) -> _Ta
         top_k=columns[2],
         top_p=columns[3],
         min_p=columns[4],
-        floor=columns[5],
-        warm=columns[6] > 0,
-        cut=columns[7] > 0,
+        warm=columns[5] > 0,
+        cut=columns[6] > 0,
         any_cut=bool(cut.any()),
         any_whole=bool((warm & ~cut).any()),
         any_mass=bool((cut & (top_k == vocabulary)).any()),
-        any_floor=bool((floor * warm).any()),
+        any_floor=bool((min_p * (warm & ~cut)).any()),
     )
 
 
