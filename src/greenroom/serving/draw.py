@@ -85,7 +85,7 @@ def draw(
         sums = blocks.sum(-1)
         mass = sums.sum(-1, keepdim=True)
         if table.any_floor:
-            blocks = blocks.masked_fill(blocks < table.min_p[:, None], 0.0)
+            blocks.masked_fill_(blocks < table.min_p[:, None], 0.0)
             sums = blocks.sum(-1)
         if table.any_whole:
             tokens = torch.where(table.warm, _draw_from_blocks(blocks, sums, table.number), tokens)
