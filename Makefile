@@ -73,7 +73,7 @@ $(VLLM_VENV)/.installed: $(VLLM_VENV)/.created $(SOURCES)
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python $(PYTEST) tests/vllm_plugin $(PYTEST_ARGS)
 
 # Not all of the test extra: schemathesis needs newer libraries.
 $(OLDEST_VENV)/.installed: constraints-oldest.txt $(SOURCES)
