@@ -14,13 +14,13 @@ from greenroom.bench.shapes import shape_config
 from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
 from greenroom.engine.offload import close, offload_of
+from greenroom.engine.sizes import KV_BLOCK
 from greenroom.errors import ConfigError, EngineError
 from greenroom.kv.config import KVOffloadConfig
 from greenroom.serving.engine import ServingEngine
 from greenroom.serving.open import open_engine
 from greenroom.serving.requests import Failed, Finished, SamplingParams
 
-_BLOCK = 16
 _SPARE_BLOCKS = 8
 _LIMIT_S = 300.0
 _QUIET_S = 0.2
@@ -57,8 +57,8 @@ def bench_kv_prefix(
         ConfigError: numbers or a shape that make no sense.
         MemoryLimitError: memory does not suffice.
     """
-    if tokens < 2 * _BLOCK or repeats < 1:
-        raise ConfigError(f"--tokens must be at least {2 * _BLOCK}, and repeats at least 1")
+    if tokens < 2 * KV_BLOCK or repeats < 1:
+        raise ConfigError(f"--tokens must be at least {2 * KV_BLOCK}, and repeats at least 1")
     model = random_model(shape_config(shape), knobs)
     try:
         override_routing(model, routing)
@@ -69,15 +69,15 @@ def bench_kv_prefix(
         engine = open_engine(
             model,
             byte_tokenizer(),
-            num_blocks=-(-(tokens + 1) // _BLOCK) + _SPARE_BLOCKS,
-            block_size=_BLOCK,
+            num_blocks=-(-(tokens + 1) // KV_BLOCK) + _SPARE_BLOCKS,
+            block_size=KV_BLOCK,
             max_context=tokens + 1,
             max_step_tokens=max_step_tokens,
             max_sequences=4,
             kv_offload=KVOffloadConfig(2 * len(prompts) * tokens * _token_bytes(model.config)),
         )
         try:
-            _ms(engine, prompts[-1][: 2 * _BLOCK])  # warms up
+            _ms(engine, prompts[-1][: 2 * KV_BLOCK])  # warms up
             recomputed = [_ms(engine, prompt) for prompt in prompts]
             on_device = [_ms(engine, prompts[-1]) for _ in range(repeats)]
             before = engine.stats().loaded_tokens
@@ -85,7 +85,7 @@ def bench_kv_prefix(
             loaded_tokens = (engine.stats().loaded_tokens - before) // repeats
         finally:
             engine.close()
-        if loaded_tokens < tokens - 2 * _BLOCK:
+        if loaded_tokens < tokens - 2 * KV_BLOCK:
             raise EngineError(f"of {tokens} tokens only {loaded_tokens} came from host memory")
         value, again = statistics.median(loaded), statistics.median(recomputed[1:])
         return KvPrefixBenchmark(

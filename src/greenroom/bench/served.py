@@ -5,13 +5,10 @@ from transformers import PreTrainedModel
 
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.dbo import DECIDED_AFTER, DboPolicy
-from greenroom.engine.hostless_steps import BUCKETS, bucket_for
 from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.runners import make_runner
+from greenroom.engine.sizes import BUCKETS, KV_BLOCK, bucket_for
 from greenroom.errors import ConfigError
-
-_BLOCK = 16
-"""Tokens a KV block."""
 
 
 class ServedDecode:
@@ -30,13 +27,13 @@ class ServedDecode:
         if batch > BUCKETS[-1]:
             raise ConfigError(f"a decode batch has 1 to {BUCKETS[-1]} sequences, not {batch}")
         longest = context + 1 + steps + DECIDED_AFTER
-        blocks = -(-longest // _BLOCK)
+        blocks = -(-longest // KV_BLOCK)
         runner = make_runner(
             model,
             max_tokens=batch * context,
             max_context=longest,
             num_blocks=batch * blocks,
-            block_size=_BLOCK,
+            block_size=KV_BLOCK,
             max_sequences=batch,
             dbo=dbo,
         )

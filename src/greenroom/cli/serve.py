@@ -11,15 +11,13 @@ from greenroom.cli import options, output
 from greenroom.cli.offload_options import takes_offload_config
 from greenroom.config import OffloadConfig, parse_size
 from greenroom.engine.dbo import DboPolicy, check_dbo
+from greenroom.engine.sizes import KV_BLOCK
 from greenroom.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from greenroom.engine.held_memory import HeldMemory
     from greenroom.experts.counters import OffloadStats
     from greenroom.serving.engine import ServingEngine
-
-_BLOCK = 16
-"""Tokens a KV block."""
 
 
 @takes_offload_config
@@ -117,12 +115,12 @@ def serve(
             loaded,
             tokenizer,
             kv_bytes=kv_bytes,
-            num_blocks=max_sequences * -(-context // _BLOCK) if kv_bytes is None else None,
+            num_blocks=max_sequences * -(-context // KV_BLOCK) if kv_bytes is None else None,
             max_context=context,
             max_step_tokens=max_step_tokens,
             max_sequences=max_sequences,
             max_waiting=max_waiting,
-            block_size=_BLOCK,
+            block_size=KV_BLOCK,
             kv_offload=kv_config,
             dbo=dbo,
         )
@@ -242,7 +240,7 @@ def active_rows(
         ),
         *_memory_rows(memory),
         ("CPU engine", f"{stats.isa}, {stats.threads} thread{'' if stats.threads == 1 else 's'}"),
-        ("KV cache", f"{kv_blocks} blocks of {_BLOCK} tokens"),
+        ("KV cache", f"{kv_blocks} blocks of {KV_BLOCK} tokens"),
     ]
     if stats.weights_offload != "none":
         rows.append(

@@ -6,11 +6,9 @@ from greenroom.config import OffloadConfig
 from greenroom.engine.dbo import halvable
 from greenroom.engine.model_shape import ModelShape
 from greenroom.engine.offload import weights_config
+from greenroom.engine.sizes import KV_BLOCK, buckets_to
 from greenroom.errors import ConfigError
 from greenroom.experts.sizing import count_fetch_slots
-
-BUCKETS = (1, 2, 4, 8, 16, 32)
-"""Sequences that decode steps are made for."""
 
 _FIXED_BYTES = 256 << 20
 """On a GPU: workspaces of libraries, compiled kernels, a captured step."""
@@ -21,16 +19,8 @@ _ROW_BUFFERS = 8
 _LOGITS = 3
 """Of a decode step's largest batch: those that it leaves behind, the graph's own, and a copy while it is captured."""
 
-KV_BLOCK = 16
-"""Tokens a block of ``serve``'s KV cache."""
-
 DEFAULT_CONTEXT = 4096
 """Tokens, where nobody says how long sequences will be and the model takes as many."""
-
-
-def bucket_of(rows: int) -> int:
-    """The smallest that holds ``rows``, or the largest one."""
-    return next((size for size in BUCKETS if size >= rows), BUCKETS[-1])
 
 
 @dataclass(frozen=True)
@@ -65,12 +55,12 @@ class Demand:
     @property
     def bucket(self) -> int:
         """Rows of the largest decode step; more sequences than that are taken in turns."""
-        return bucket_of(self.pass_tokens if self.serving else self.concurrency)
+        return buckets_to(self.pass_tokens if self.serving else self.concurrency)[-1]
 
     @property
     def second_half(self) -> int:
         """Rows of the largest second half of a decode step; 0 where steps have no halves."""
-        sizes = [size for size in BUCKETS if size <= bucket_of(self.concurrency)] if self.serving else []
+        sizes = buckets_to(self.concurrency) if self.serving else ()
         return max(halvable(self.dbo, sizes), default=0) // 2
 
 

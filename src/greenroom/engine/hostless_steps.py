@@ -17,16 +17,8 @@ from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.decode_steps import DecodeSteps
 from greenroom.experts.mailbox import Mailboxes
 
-BUCKETS = (1, 2, 4, 8, 16, 32)
-"""Tokens that a step is made for; a batch takes the next larger one, its last rows are padding."""
-
 WARM_UP_STEPS = 2
 """Before a capture: they compile kernels, and let libraries allocate what they keep."""
-
-
-def bucket_for(rows: int) -> int:
-    """The smallest bucket that holds ``rows``, which is at most the largest one."""
-    return next(size for size in BUCKETS if size >= rows)
 
 
 class HostlessSteps:

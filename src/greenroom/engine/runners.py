@@ -13,6 +13,7 @@ from greenroom.engine.paged.exclusive import ExclusiveRunner
 from greenroom.engine.paged.packing import Limits
 from greenroom.engine.paged.probe import probe
 from greenroom.engine.paged.runner import PagedRunner
+from greenroom.engine.sizes import KV_BLOCK
 from greenroom.errors import ConfigError, MemoryLimitError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def make_runner(
     max_context: int,
     kv_bytes: int | None = None,
     num_blocks: int | None = None,
-    block_size: int = 16,
+    block_size: int = KV_BLOCK,
     max_sequences: int = 32,
     dbo: str = "off",
 ) -> BatchRunner:

@@ -8,8 +8,9 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from greenroom.engine.cache_argument import cache_argument, why_no_plain_cache
 from greenroom.engine.fusion import use_decode_attention
-from greenroom.engine.hostless_steps import BUCKETS, WARM_UP_STEPS, HostlessSteps, bucket_for
+from greenroom.engine.hostless_steps import WARM_UP_STEPS, HostlessSteps
 from greenroom.engine.offload import offload_of
+from greenroom.engine.sizes import BUCKETS, bucket_for
 from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.decode_steps import DecodeSteps
 

@@ -9,6 +9,7 @@ from greenroom.engine.generation import context_length
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.runners import make_runner
+from greenroom.engine.sizes import KV_BLOCK
 from greenroom.errors import ConfigError
 from greenroom.kv.config import KVOffloadConfig
 from greenroom.kv.offload import HostKVOffload
@@ -33,7 +34,7 @@ def open_engine(
     max_step_tokens: int = 2048,
     max_sequences: int = 32,
     max_waiting: int = 128,
-    block_size: int = 16,
+    block_size: int = KV_BLOCK,
     kv_offload: KVOffloadConfig | None = None,
     dbo: str = "off",
 ) -> ServingEngine:

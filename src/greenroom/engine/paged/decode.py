@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 
 from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.dbo import DboPolicy
-from greenroom.engine.hostless_steps import BUCKETS, WARM_UP_STEPS, HostlessSteps, bucket_for
+from greenroom.engine.hostless_steps import WARM_UP_STEPS, HostlessSteps
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
 from greenroom.engine.paged.inputs import DecodeInputs, Division, Layout, Rows
 from greenroom.engine.paged.packing import Packing
+from greenroom.engine.sizes import BUCKETS, bucket_for, buckets_to
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class DecodeBuckets:
             EngineError: as ``run``.
         """
         # The largest first: the others' graphs find their memory in what it has left free.
-        for rows in reversed(BUCKETS[: BUCKETS.index(bucket_for(self.max_rows)) + 1]):
+        for rows in reversed(buckets_to(self.max_rows)):
             self._prepare(self._bucket(rows), Division(1))
             if self._dbo.may_halve(rows):
                 self._prepare(self._bucket(rows), Division.of(1, halves=True))

@@ -10,12 +10,12 @@ from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.dbo import DboPolicy
 from greenroom.engine.decode_loop import why_host_needed
-from greenroom.engine.demand import BUCKETS
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
 from greenroom.engine.paged.packing import Limits, Packing, pack, pack_rows
 from greenroom.engine.paged.probe import Kept, PagedModel
+from greenroom.engine.sizes import buckets_to
 from greenroom.errors import EngineError
 from greenroom.kv.device_copies import BlockCopy, block_copy
 
@@ -69,7 +69,7 @@ class PagedRunner:
         self._cache_name = cache_argument(model)
         self.eager_because = self._why_eager(kept)
         hostless = decode_path if decode_path is not None else self.eager_because is None
-        self.dbo = DboPolicy(dbo, self._halvable(), self._why_no_halves(dbo, hostless))
+        self.dbo = DboPolicy(dbo, buckets_to(self.max_sequences), self._why_no_halves(dbo, hostless))
         self._by_kernel = self._device.type == "cuda" and kept.kept is not Kept.OTHER
         self._cache: PagedCache | None = PagedCache(
             kept.shapes, limits.num_blocks, limits.block_size, self._device, kept.kept is Kept.LATENT
@@ -164,10 +164,6 @@ class PagedRunner:
         if kept.kept is Kept.OTHER:
             return f"attention of {type(self._model).__name__} reads something else than what is cached"
         return why_host_needed(self._model)
-
-    def _halvable(self) -> list[int]:
-        """Sizes of calls of one token a sequence."""
-        return [size for size in BUCKETS if size < 2 * self.max_sequences]
 
     def _why_no_halves(self, mode: str, hostless: bool) -> str | None:
         if not hostless:
