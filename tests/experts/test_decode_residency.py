@@ -10,7 +10,7 @@ that it must wait for, leaves garbage that is NaN in every kernel, and lands som
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -22,13 +22,13 @@ from greenroom.experts.decode_steps import DecodeSteps
 from greenroom.experts.dispatch import CostModel
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.host_tier import HostTier
-from greenroom.experts.landing import RESIDENT, Offers
+from greenroom.experts.landing import RESIDENT
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager
-from greenroom.experts.offer_table import OfferTable
 from greenroom.experts.policies import make_policy
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.split import PARTS, SplitController
+from greenroom.experts.step_table import StepTable
 from greenroom.experts.store import HostStore
 from tests.reference.expert_math import moe_float64
 from tests.reference.slow_tier import GARBAGE
@@ -235,8 +235,8 @@ def test_hundreds_of_steps_in_random_timing(policy, update):
     total = player.manager.counters.total()
     # The test is about nothing unless all of this happens, often.
     assert min(total.hits, total.streamed, total.cpu) > 40
-    assert min(player.landed, total.landed) > 5
-    assert total.evictions > 5
+    assert min(player.landed, total.landed) > 3
+    assert total.evictions > 3
     if policy == "lru":  # the others keep to their favourites
         assert min(total.admissions, total.landed) > 20
         assert total.evictions > 60
@@ -306,16 +306,16 @@ def what_has_landed_stays_unknown(patch: Patch) -> None:
 
 def lands_on_what_the_step_uses(patch: Patch) -> None:
     """The device is not told what the places hold."""
-    real = OfferTable.publish
+    real = StepTable.publish
 
-    def mutant(self, offers):
+    def mutant(self, rows, stream_parts, offers):
         if offers is not None:
             places = offers.places.copy()
             places[:, :, RESIDENT] = ABSENT
-            offers = Offers(offers.appeal, places)
-        real(self, offers)
+            offers = replace(offers, places=places)
+        real(self, rows, stream_parts, offers)
 
-    patch.setattr(OfferTable, "publish", mutant)
+    patch.setattr(StepTable, "publish", mutant)
 
 
 def a_copy_writes_what_is_offered(patch: Patch) -> None:
@@ -324,16 +324,20 @@ def a_copy_writes_what_is_offered(patch: Patch) -> None:
 
 
 def lands_where_a_copy_writes(patch: Patch) -> None:
-    """A slot that a copy has taken since stays on offer."""
-    real = Offers.still_there
-
-    def mutant(self, expert_in, writable, count):
-        return real(
-            self, self.places[:, :, RESIDENT].repeat(SLOTS, 1)[:, :SLOTS] * 0 + expert_in, writable | True, count
-        )
-
-    patch.setattr(Offers, "still_there", mutant)
+    """A slot that a copy is writing stays on offer."""
     patch.setattr(ExpertCache, "may_be_offered", lambda self: self._is_slot)
+
+
+def the_running_steps_slots_stay_on_offer(patch: Patch) -> None:
+    """What lands in them is not known when the next step's are chosen."""
+    real = ExpertCache.may_be_offered
+
+    def mutant(self):
+        may = real(self)
+        may[self._offered.layer, self._offered.slot] = True
+        return may
+
+    patch.setattr(ExpertCache, "may_be_offered", mutant)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [
@@ -345,6 +349,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     lands_on_what_the_step_uses,
     a_copy_writes_what_is_offered,
     lands_where_a_copy_writes,
+    the_running_steps_slots_stay_on_offer,
 ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from greenroom.experts.cache import ExpertCache, SlotWrite
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
-from greenroom.experts.landing import LEAST, SLOT, Offers, choose_offers
+from greenroom.experts.landing import LEAST, RESIDENT, SLOT, OfferedSlots, Offers, choose_offers, list_slots
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.policies import make_policy
 from greenroom.experts.residency import ABSENT, Swap, hold_back_replacements
@@ -88,17 +88,10 @@ def test_scores_as_if_all_had_been_used(policy):
     assert (supposed == make_policy(policy).scores(usage)).all()
 
 
-def test_places_that_have_changed_are_left_out():
-    table = np.array(
-        [[[0, 5, 1], [3, ABSENT, 0], [ABSENT] * 3, [1, 2, 4]], [[2, 2, 2], [0, 7, 1], [1, 1, 1], [3, 3, 3]]]
-    )
-    expert_in = np.array([[4, 2, 9, ABSENT], [7, 1, 2, 3]])
-    writable = np.ones((2, 4), bool)
-    writable[1, 1] = False
-    kept = Offers(np.zeros((2, 10)), table).still_there(expert_in, writable, 2)
-    assert kept.places.tolist() == [[[3, ABSENT, 0], [1, 2, 4]], [[2, 2, 2], [0, 7, 1]]]
-    none = Offers(np.zeros((2, 10)), table).still_there(expert_in + 20, writable & False, 2)
-    assert none.places[:, :, SLOT].tolist() == [[ABSENT, ABSENT]] * 2
+def test_places_as_the_cache_takes_them():
+    slots = list_slots(np.array([[[3, ABSENT, 0], [1, 2, 4]], [[ABSENT] * 3, [0, 7, 1]], [[ABSENT] * 3] * 2]))
+    assert (slots.layer.tolist(), slots.place.tolist()) == ([0, 0, 1], [0, 1, 1])
+    assert (slots.slot.tolist(), slots.resident.tolist()) == ([3, 1, 0], [ABSENT, 2, 7])
 
 
 def test_replacements_are_held_back_and_fills_are_not():
@@ -124,10 +117,18 @@ def filled_cache() -> ExpertCache:
     return cache
 
 
+def offered(cache: ExpertCache, slots: list[list[int]]) -> OfferedSlots:
+    """Of each layer, what its places shall be; ABSENT for none."""
+    places = np.full((*np.shape(slots), 3), ABSENT)
+    places[:, :, SLOT] = slots
+    places[:, :, RESIDENT] = np.take_along_axis(cache.expert_in, np.maximum(slots, 0), axis=1)
+    return list_slots(places)
+
+
 def test_what_lands_enters_the_map_behind_the_step():
     cache = filled_cache()
     before = cache.version.copy()
-    cache.offer(np.array([[0, 1, ABSENT]]))
+    cache.offer(offered(cache, [[0, 1, ABSENT]]))
     cache.check()
     assert (cache.version - before).tolist() == [[1, 1, 0]]
     assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, 0, ABSENT], "the step still reads the resident"
@@ -135,7 +136,7 @@ def test_what_lands_enters_the_map_behind_the_step():
     assert cache.free_slots().tolist() == [[False] * 3]
     entered, left = cache.settle(np.array([[5, ABSENT, 3]]))
     cache.check()
-    assert (entered.tolist(), left.tolist()) == ([1], [1])
+    assert (entered, left) == ([0], [0])
     assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, ABSENT, 0]
     assert (cache.version - before).tolist() == [[2, 2, 0]]
     assert not cache.at_stake().any()
@@ -143,10 +144,10 @@ def test_what_lands_enters_the_map_behind_the_step():
 
 def test_a_failed_step_leaves_offered_slots_empty():
     cache = filled_cache()
-    cache.offer(np.array([[0, 1]]))
+    cache.offer(offered(cache, [[0, 1]]))
     entered, left = cache.settle(None)
     cache.check()
-    assert (entered.tolist(), left.tolist()) == ([0], [1])
+    assert (entered, left) == ([], [0])
     assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, ABSENT, ABSENT]
     assert cache.free_slots().tolist() == [[True, True, False]]
     cache.settle(None)  # nothing is offered any more
@@ -155,9 +156,9 @@ def test_a_failed_step_leaves_offered_slots_empty():
 
 def test_an_expert_that_is_on_its_way_by_copy_does_not_land_as_well():
     cache = filled_cache()
-    cache.offer(np.array([[0]]))
+    cache.offer(offered(cache, [[0]]))
     write = cache.unmap_and_write(0, Swap(3, 1, ABSENT))
-    assert cache.settle(np.array([[3]]))[0].tolist() == [0]
+    assert cache.settle(np.array([[3]]))[0] == []
     cache.check()
     cache.map_landed(write)
     cache.check()
@@ -166,16 +167,16 @@ def test_an_expert_that_is_on_its_way_by_copy_does_not_land_as_well():
 
 def test_what_is_offered_is_neither_written_by_a_copy_nor_offered_again():
     cache = filled_cache()
-    cache.offer(np.array([[0, 1]]))
+    cache.offer(offered(cache, [[0, 1]]))
     for swap in (Swap(3, 1, ABSENT), Swap(3, 0, 4)):
         with pytest.raises(ValueError, match="does not hold"):
             cache.unmap_and_write(0, swap)
     with pytest.raises(ValueError, match="already"):
-        cache.offer(np.array([[2]]))
+        cache.offer(offered(cache, [[2]]))
     cache.settle(np.array([[ABSENT, ABSENT]]))
     cache.unmap_and_write(0, Swap(3, 1, ABSENT))
     with pytest.raises(ValueError, match="being written"):
-        cache.offer(np.array([[1]]))
+        cache.offer(offered(cache, [[1]]))
     assert cache.may_be_offered().tolist() == [[True, False, True]]
 
 
@@ -191,7 +192,7 @@ def test_any_order_of_offers_copies_and_landings(data):
     experts, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
     cache = ExpertCache([experts] * 2, [min(slots, experts)] * 2)
     flying: list[SlotWrite] = []
-    offered = False
+    open_offer = False
     for _ in range(data.draw(st.integers(1, 25))):
         match data.draw(st.sampled_from(["copy", "arrive", "offer", "settle", "fail"])):
             case "copy":
@@ -202,18 +203,18 @@ def test_any_order_of_offers_copies_and_landings(data):
                     slot = int(data.draw(st.sampled_from(list(still))))
                     expert = int(data.draw(st.sampled_from(list(absent))))
                     flying.append(cache.unmap_and_write(layer, Swap(expert, slot, int(cache.expert_in[layer, slot]))))
-            case "arrive" if flying and not offered:
+            case "arrive" if flying and not open_offer:
                 cache.map_landed(flying.pop(0))
-            case "offer" if not offered:
+            case "offer" if not open_offer:
                 may = cache.may_be_offered()
                 places = np.full((2, 2), ABSENT)
                 for layer in range(2):
                     chosen = np.flatnonzero(may[layer])[: data.draw(st.integers(0, 2))]
                     places[layer, : len(chosen)] = chosen
                 mapped = cache.slot_of.copy()
-                cache.offer(places)
-                offered = True
-            case "settle" if offered:
+                cache.offer(offered(cache, places))
+                open_offer = True
+            case "settle" if open_offer:
                 landed = np.full((2, 2), ABSENT)
                 for layer in range(2):
                     absent = np.flatnonzero(mapped[layer] == ABSENT)
@@ -221,11 +222,12 @@ def test_any_order_of_offers_copies_and_landings(data):
                         landed[layer, place] = expert
                 before = (cache.slot_of != ABSENT).sum(axis=1)
                 entered, left = cache.settle(landed)
-                assert ((cache.slot_of != ABSENT).sum(axis=1) == before + entered - left).all()
-                offered = False
-            case "fail" if offered:
+                change = np.bincount(entered, minlength=2) - np.bincount(left, minlength=2)
+                assert ((cache.slot_of != ABSENT).sum(axis=1) == before + change).all()
+                open_offer = False
+            case "fail" if open_offer:
                 cache.settle(None)
-                offered = False
+                open_offer = False
         cache.check()
 
 
@@ -270,10 +272,10 @@ def test_the_device_lands_what_the_rules_say(tokens, top_k, parts):
                 manager.cache.map_landed(write)
             before, scores = manager.cache.layer_map(0).copy(), random.random((1, 14))
             cache = manager.cache
-            manager._offers = choose_offers(
-                scores, scores, cache.expert_in, cache.may_be_offered(), cache.being_written(), 6, 1.0
+            offers = choose_offers(
+                scores, scores, cache.expert_in, cache.may_be_offered(), cache.being_written(), 3, 1.0
             )
-            offers = manager._offers.still_there(cache.expert_in, cache.may_be_offered(), 3)
+            manager._offers, manager._offered_places = offers, 3
             check(run(steps, tokens, 0, batch), batch, manager, tokens)
             counts = np.bincount(batch[1].reshape(-1).numpy(), minlength=14)
             absent = [e for e in range(14) if counts[e] and before[e] == ABSENT]

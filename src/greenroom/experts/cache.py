@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from greenroom.experts.landing import OfferedSlots
 from greenroom.experts.residency import ABSENT, Swap
 
 
@@ -31,16 +32,7 @@ class SlotWrite:
     expert: int
 
 
-@dataclass(frozen=True)
-class _Offered:
-    """Slots that the running step may write, and in which column of ``offer``'s argument: int [n] each."""
-
-    layer: np.ndarray
-    place: np.ndarray
-    slot: np.ndarray
-
-
-_NOTHING_OFFERED = _Offered(*(np.zeros(0, dtype=np.int64),) * 3)
+_NOTHING_OFFERED = OfferedSlots(*(np.zeros(0, dtype=np.int64),) * 4)
 
 
 class ExpertCache:
@@ -82,11 +74,12 @@ class ExpertCache:
         return self._arriving
 
     def may_be_offered(self) -> np.ndarray:
-        """bool [layers, slots]: slots that no copy is writing, of layers that hold some of their experts."""
-        writing = self.version % 2 == 1
-        writing[self._offered.layer, self._offered.slot] = False
-        free: np.ndarray = self._is_slot & self._partial[:, None] & ~writing
-        return free
+        """bool [layers, slots]: slots of layers that hold some of their experts, neither being written nor offered.
+
+        Whatever the running step does, they stay as they are until a copy is started into one.
+        """
+        still: np.ndarray = self._is_slot & self._partial[:, None] & (self.version % 2 == 0)
+        return still
 
     def at_stake(self) -> np.ndarray:
         """bool [layers, experts]: residents of slots that are offered."""
@@ -95,18 +88,23 @@ class ExpertCache:
         mask[layer[resident != ABSENT], resident[resident != ABSENT]] = True
         return mask
 
-    def offer(self, slots: np.ndarray) -> None:
-        """Lets the step that begins write slots: int [layers, places], different ones, ABSENT for none."""
+    def offer(self, slots: OfferedSlots) -> None:
+        """Lets the step that begins write slots, different ones.
+
+        Raises:
+            ValueError: some are offered already, or one is being written, or it does not hold its ``resident``.
+        """
         if len(self._offered.layer):
             raise ValueError("slots are offered already")
-        layer, place = np.nonzero(slots != ABSENT)
-        slot = slots[layer, place]
-        if (self.version[layer, slot] % 2).any():
-            raise ValueError("a slot that is being written was offered")
-        self.version[layer, slot] += 1
-        self._offered = _Offered(layer, place, slot)
+        at = slots.layer, slots.slot
+        version = self.version[at]
+        # One pass for both, since a step waits for it.
+        if ((version & 1) | (self.expert_in[at] != slots.resident)).any():
+            raise ValueError("a slot was offered that is being written, or that does not hold what it is said to")
+        self.version[at] = version + 1
+        self._offered = slots
 
-    def settle(self, landed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def settle(self, landed: np.ndarray | None) -> tuple[list[int], list[int]]:
         """Ends the offer, once the step has ended: what has landed enters the map, what it displaced leaves.
 
         An expert for which a copy was started meanwhile waits for that one; its place stays empty.
@@ -116,29 +114,38 @@ class ExpertCache:
                 what the places hold.
 
         Returns:
-            int [layers] each: experts that entered the map, and that left it.
+            The layer of each expert that entered the map, and of each that left it.
         """
         offered, self._offered = self._offered, _NOTHING_OFFERED
-        layer, slot = offered.layer, offered.slot
-        self.version[layer, slot] += 1
-        expert = np.full(len(layer), ABSENT) if landed is None else landed[layer, offered.place]
-        if landed is not None:
-            written = expert != ABSENT
-            layer, slot, expert = layer[written], slot[written], expert[written]
-        left = self._empty(layer, slot)
-        kept = (expert != ABSENT) & ~self._arriving[layer, expert] & (self.slot_of[layer, expert] == ABSENT)
-        layer, slot, expert = layer[kept], slot[kept], expert[kept]
+        self.version[offered.layer, offered.slot] += 1
+        if landed is None:
+            experts = np.full(len(offered.layer), ABSENT)
+            written = np.arange(len(experts))
+        else:
+            experts = landed[offered.layer, offered.place]
+            written = np.flatnonzero(experts != ABSENT)
+        # One by one: of all that was offered, little is written.
+        writes = [(int(offered.layer[n]), int(offered.slot[n]), int(experts[n])) for n in written.tolist()]
+        left = [layer for layer, slot, _ in writes if self._empty(layer, slot)]
+        entered = [layer for layer, slot, expert in writes if self._enter(layer, slot, expert)]
+        return entered, left
+
+    def _empty(self, layer: int, slot: int) -> bool:
+        """Takes what the slot holds out of the map, if it holds anything."""
+        resident = self.expert_in[layer, slot]
+        if resident == ABSENT:
+            return False
+        self.slot_of[layer, resident] = ABSENT
+        self.expert_in[layer, slot] = ABSENT
+        return True
+
+    def _enter(self, layer: int, slot: int, expert: int) -> bool:
+        """Puts what was written into the slot into the map, unless it is there or a copy will bring it."""
+        if expert == ABSENT or self._arriving[layer, expert] or self.slot_of[layer, expert] != ABSENT:
+            return False
         self.expert_in[layer, slot] = expert
         self.slot_of[layer, expert] = slot
-        return np.bincount(layer, minlength=len(self.num_slots)), left
-
-    def _empty(self, layer: np.ndarray, slot: np.ndarray) -> np.ndarray:
-        """Takes what these slots hold out of the map; int [layers], how many that were."""
-        resident = self.expert_in[layer, slot]
-        held = resident != ABSENT
-        self.slot_of[layer[held], resident[held]] = ABSENT
-        self.expert_in[layer, slot] = ABSENT
-        return np.bincount(layer[held], minlength=len(self.num_slots))
+        return True
 
     def unmap_and_write(self, layer: int, swap: Swap) -> SlotWrite:
         """Takes the victim out of the map and marks the slot as being written."""

@@ -6,8 +6,8 @@ allocated or synchronised, so a whole step can be captured in a CUDA graph and r
 
 Who writes what:
 
-- The host writes ``rows``, ``stream_parts`` and ``Offers`` through page-locked twins, before a step's work is
-  enqueued and after the copies of the step before have been made.
+- The host writes the ``StepTable`` before a step's work is enqueued and after the copy of the step before has been
+  made.
 - Buffers on the device belong to one stream: its order keeps layers apart.
 - The fetch buffer is filled on a stream of its own while resident experts run, behind the dispatch kernel and
   before the kernels that read it; the two streams meet again before combine. So are cache slots in which experts
@@ -24,8 +24,8 @@ import triton
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
-from greenroom.experts.offer_table import OfferTable
 from greenroom.experts.sizing import count_fetch_slots
+from greenroom.experts.step_table import StepTable
 from greenroom.experts.store import HostStore
 from greenroom.kernels.gpu.combine import combine_kernel
 from greenroom.kernels.gpu.dispatch import dispatch_kernel
@@ -103,10 +103,7 @@ class DecodePath:
         self._act = torch.zeros(entries * max_tokens * inter, dtype=store.formats[0].dtype, device=device)
         self._partial = torch.zeros(pairs * hidden, dtype=torch.float32, device=device)
         pin = device.type == "cuda"
-        # One table, so that one copy brings it: rows, then stream_parts.
-        self._table = torch.zeros(max(store.num_experts) + 2, dtype=torch.int32, device=device)
-        self._table_twin = torch.zeros(len(self._table), dtype=torch.int32, pin_memory=pin)
-        self._offers = OfferTable(store.num_experts, self.places, device)
+        self._table = StepTable(store.num_experts, self.places, device)
         # Of each layer: end of dispatch, end of the experts read over PCIe, begin of combine.
         self._spans = torch.zeros(len(store), 4, dtype=torch.int64, device=device)
         self.lane_spans = torch.zeros(len(store), 8, dtype=torch.int64, pin_memory=pin)
@@ -117,20 +114,15 @@ class DecodePath:
         return sum(t.numel() * t.element_size() for t in (self._fetched, self._act, self._partial))
 
     def begin_step(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
-        """Enqueues what the step's kernels need to know. The copies of the step before must have been made.
+        """Enqueues what the step's kernels need to know. The copy of the step before must have been made.
 
         Args:
             rows: of the batch that are no padding; they come first.
-            stream_parts: int32 [experts + 1], how many sixteenths of so many absent experts go over PCIe.
+            stream_parts: int32 [experts + 1], how many sixteenths of so many absent experts go over PCIe. Nobody
+                writes into it any more: the same array says the same.
             offers: cache slots for experts to land in; of each layer the first ``places``.
         """
-        self._offers.publish(offers)
-        twin = self._table_twin.numpy()
-        if twin[0] == rows and np.array_equal(twin[1 : 1 + len(stream_parts)], stream_parts):
-            return
-        twin[0] = rows
-        twin[1 : 1 + len(stream_parts)] = stream_parts
-        self._table.copy_(self._table_twin, non_blocking=True)
+        self._table.publish(rows, stream_parts, offers)
 
     def _may_land(self, layer: int) -> bool:
         return 0 < len(self._slots[layer]) < self._store.num_experts[layer]
@@ -172,11 +164,11 @@ class DecodePath:
             hidden,
             ids,
             weights,
-            self._table,
+            self._table.rows,
             self._slot_of[layer],
-            self._table[1:],
-            self._offers.appeal[layer],
-            self._offers.places[layer],
+            self._table.stream_parts,
+            self._table.appeal[layer],
+            self._table.places[layer],
             self._entry_address,
             self._entry_expert,
             self._entry_rows,
@@ -314,7 +306,7 @@ class DecodePath:
             self._cpu_num,
             self.mailboxes.out[layer],
             self.mailboxes.done[layer],
-            self._table,
+            self._table.rows,
             self._spans[layer],
             self.lane_spans[layer],
             TOP_K=self.top_k,

@@ -49,6 +49,28 @@ class _Finished:
     spans: np.ndarray
     landing: bool
 
+    @classmethod
+    def of(cls, parts: list[StepPart], landing: bool) -> "_Finished":
+        if len(parts) > 1:
+            return cls(
+                np.concatenate([part.ids[:, : part.rows] for part in parts], axis=1),
+                np.concatenate([part.weights[:, : part.rows] for part in parts], axis=1),
+                np.stack([part.lanes for part in parts]),
+                np.stack([part.busy_ns for part in parts]),
+                np.stack([part.spans for part in parts]),
+                landing,
+            )
+        # The usual case, and the device idles: copies, and nothing else.
+        part = parts[0]
+        return cls(
+            part.ids[:, : part.rows].copy(),
+            part.weights[:, : part.rows].copy(),
+            part.lanes[None].copy(),
+            part.busy_ns[None].copy(),
+            part.spans[None].copy(),
+            landing,
+        )
+
     def times(self, inter: np.ndarray, timed: bool) -> LaneTimes:
         """
         Args:
@@ -100,10 +122,12 @@ class DecodeSteps:
         self._parts = []
         self._landing = land and second_rows is None and self.path.places > 0
         try:
-            self._open(self._first, rows, self._manager.offer() if self._landing else None)
+            stream_parts = self.split.stream_parts()
+            offers = self._manager.offer(self.path.places) if self._landing else None
+            self._open(self._first, rows, stream_parts, offers)
             if second_rows is not None:
                 assert self._second is not None
-                self._open(self._second, second_rows)
+                self._open(self._second, second_rows, stream_parts)
         except BaseException:
             self._disarm()
             self._leave()
@@ -153,19 +177,11 @@ class DecodeSteps:
         self.split.observe(finished.times(self._inter, self.path.timed))
 
     def _keep(self) -> None:
-        parts = self._parts
-        self._finished = _Finished(
-            np.concatenate([part.ids[:, : part.rows] for part in parts], axis=1),
-            np.concatenate([part.weights[:, : part.rows] for part in parts], axis=1),
-            np.stack([part.lanes for part in parts]),
-            np.stack([part.busy_ns for part in parts]),
-            np.stack([part.spans for part in parts]),
-            self._landing,
-        )
+        self._finished = _Finished.of(self._parts, self._landing)
 
-    def _open(self, part: StepPart, rows: int, offers: Offers | None = None) -> None:
+    def _open(self, part: StepPart, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
         self._parts.append(part)
-        part.begin(rows, self.split.stream_parts(), offers)
+        part.begin(rows, stream_parts, offers)
 
     def _leave(self) -> None:
         """Closes a step of which nothing runs any more."""

@@ -19,6 +19,17 @@ SLOT, RESIDENT, LEAST = range(3)
 
 
 @dataclass(frozen=True)
+class OfferedSlots:
+    """Slots that a step may write: int [n] each, ``resident`` being the expert in the slot or ABSENT, and ``place`` the
+    column of ``Offers.places``."""
+
+    layer: np.ndarray
+    place: np.ndarray
+    slot: np.ndarray
+    resident: np.ndarray
+
+
+@dataclass(frozen=True)
 class Offers:
     """What the device has to know.
 
@@ -26,25 +37,12 @@ class Offers:
         step uses to be used again, and the rather it shall cross PCIe.
     places: int32 [layers, places, 3], a slot, the expert in it or ABSENT, and the least appeal that an expert must
         have to land there. In the order in which they shall be taken; a slot of ABSENT is no place.
+    slots: the places once more, as the cache takes them.
     """
 
     appeal: np.ndarray
     places: np.ndarray
-
-    def still_there(self, expert_in: np.ndarray, writable: np.ndarray, count: int) -> "Offers":
-        """The first ``count`` places of each layer whose slots are as they were when they were chosen.
-
-        Args:
-            expert_in: int [layers, slots], the slots' experts.
-            writable: bool [layers, slots], slots that no copy is writing.
-        """
-        slot = self.places[:, :, SLOT]
-        rows = np.arange(len(slot))[:, None]
-        same = (slot != ABSENT) & writable[rows, slot] & (expert_in[rows, slot] == self.places[:, :, RESIDENT])
-        first = np.argsort(~same, axis=1, kind="stable")[:, :count]
-        places = self.places[rows, first]
-        places[~same[rows, first]] = ABSENT
-        return Offers(self.appeal, places)
+    slots: OfferedSlots
 
 
 def choose_offers(
@@ -81,4 +79,14 @@ def choose_offers(
     places[:, :, RESIDENT] = np.take_along_axis(expert_in, slot, axis=1)
     places[:, :, LEAST] = (worth[:, None, :] <= margin * worst[:, :, None]).sum(axis=2)
     places[~np.take_along_axis(writable, slot, axis=1)] = ABSENT
-    return Offers(appeal, places)
+    return Offers(appeal, places, list_slots(places))
+
+
+def list_slots(places: np.ndarray) -> OfferedSlots:
+    """Layer by layer.
+
+    Args:
+        places: int [layers, places, 3], see ``Offers``.
+    """
+    layer, place = np.nonzero(places[:, :, SLOT] != ABSENT)
+    return OfferedSlots(layer, place, places[layer, place, SLOT], places[layer, place, RESIDENT])

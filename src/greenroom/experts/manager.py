@@ -13,7 +13,7 @@ from greenroom.experts.admission import Admission
 from greenroom.experts.cache import ExpertCache
 from greenroom.experts.counters import Counters
 from greenroom.experts.dispatch import CostModel, Dispatch
-from greenroom.experts.landing import MOST_PLACES, SLOT, Offers
+from greenroom.experts.landing import MOST_PLACES, Offers
 from greenroom.experts.layer import OffloadedExperts, RunLayer
 from greenroom.experts.policies import Policy
 from greenroom.experts.residency import ABSENT, Swap, hold_back_replacements, most_wanted
@@ -97,7 +97,8 @@ class OffloadManager:
         self._valid_rows: np.ndarray | None = None
         self.runs_without_host = False
         self.places = min(update_expert_num, MOST_PLACES)
-        self._offers: Offers | None = None
+        self._offers: Offers | None = None  # for the next step, chosen while this one runs
+        self._offered_places = 0  # a layer, of the last step that was offered any
         self._preload()
 
     def __enter__(self) -> "OffloadManager":
@@ -173,15 +174,21 @@ class OffloadManager:
         try:
             self.tier.abandon_step()
         finally:
-            self.counters.add_all(evictions=self.cache.settle(None)[1])
+            self._offers = None
+            self._count_landed(*self.cache.settle(None))
             self._clear_step()
 
-    def offer(self) -> Offers:
-        """Lets the decode step that has begun write cache slots of its choice, until ``take_landed``."""
-        if self._offers is None:
-            self._offers = self._choose_offers()
-        offers = self._offers.still_there(self.cache.expert_in, self.cache.may_be_offered(), self.places)
-        self.cache.offer(offers.places[:, :, SLOT])
+    def offer(self, places: int) -> Offers:
+        """Lets the decode step that has begun write cache slots of its choice, until ``take_landed``.
+
+        Args:
+            places: slots a layer at most.
+        """
+        offers, self._offers = self._offers, None
+        if offers is None or places != self._offered_places:
+            offers = self.admission.offers(self.cache, places)
+        self._offered_places = places
+        self.cache.offer(offers.slots)
         return offers
 
     def take_landed(self, landed: np.ndarray) -> None:
@@ -190,12 +197,14 @@ class OffloadManager:
         Args:
             landed: int [layers, places], the expert in each place that was offered, ABSENT for none.
         """
-        entered, left = self.cache.settle(landed)
-        self.counters.add_all(landed=entered, evictions=left)
+        self._count_landed(*self.cache.settle(landed))
 
-    def _choose_offers(self) -> Offers:
-        # Twice as many as a step is offered: the one that runs may take as many.
-        return self.admission.offers(self.cache, 2 * self.places)
+    def _count_landed(self, entered: list[int], left: list[int]) -> None:
+        """Layers, one entry an expert."""
+        for layer in entered:
+            self.counters.add(layer, landed=1)
+        for layer in left:
+            self.counters.add(layer, evictions=1)
 
     def leave_step(self) -> None:
         """Closes a step whose end the tier has been told already; ``learn`` may follow later."""
@@ -210,8 +219,10 @@ class OffloadManager:
         self.counters.add_all(hits=resident, misses=streamed + cpu, streamed=streamed, cpu=cpu)
         self.admission.record_all(record.ids, record.weights)
         self._admit(record.landing)
-        if self._offers is not None:
-            self._offers = self._choose_offers()
+        if record.landing:
+            # Behind the copies that were started now, and none of the slots that the running step may write: so the
+            # next step finds what is chosen as it is, unless copies are started in between (``_admit``).
+            self._offers = self.admission.offers(self.cache, self._offered_places)
 
     @contextmanager
     def without_host(self, run: RunLayer) -> Iterator[None]:
@@ -246,6 +257,7 @@ class OffloadManager:
         More would take the link from the misses of the next steps for longer than they help; what is
         worth a slot will be asked for again.
         """
+        self._offers = None
         under_way = int(self.cache.being_written().sum())
         swaps = self.admission.end_step(self.cache)
         if landing:

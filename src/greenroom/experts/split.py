@@ -72,13 +72,12 @@ class SplitController:
         self.link_load = link_load
         self._least_s = streamed_s
         self._max_experts = max_experts
-        self._table: np.ndarray | None = None
+        self._table = self._best_table()
         self._lanes = {"streamed": _LaneUse(), "cpu": _LaneUse()}
 
     def stream_parts(self) -> np.ndarray:
-        """int32 [max_experts + 1]: of so many absent experts, how many parts to stream."""
-        if self._table is None:
-            self._table = split_table(self.streamed_s, self.cpu_s, self._max_experts, self.link_load)
+        """int32 [max_experts + 1]: of so many absent experts, how many parts to stream. The same array as the last time
+        if nothing has changed."""
         return self._table
 
     def observe(self, times: LaneTimes) -> None:
@@ -87,7 +86,13 @@ class SplitController:
             return
         self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, self._alone(times))
         self.cpu_s = self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
-        self._table = None
+        # Now, since steps begin with it, and no step waits for what is learnt.
+        table = self._best_table()
+        if not np.array_equal(table, self._table):
+            self._table = table
+
+    def _best_table(self) -> np.ndarray:
+        return split_table(self.streamed_s, self.cpu_s, self._max_experts, self.link_load)
 
     def _alone(self, times: LaneTimes) -> float:
         """Seconds that the streamed experts would have taken with PCIe to themselves."""
