@@ -70,15 +70,16 @@ def choose_offers(
     # Backwards, so that of equals the lower id ranks higher.
     order = experts - 1 - np.lexsort((scores[:, ::-1], worth[:, ::-1]), axis=1)
     appeal = np.empty((layers, experts), dtype=np.int32)
-    np.put_along_axis(appeal, order, np.arange(experts, dtype=np.int32)[None, :], axis=1)
-    held = np.where(expert_in == ABSENT, -np.inf, np.take_along_axis(scores, np.maximum(expert_in, 0), axis=1))
+    rows = np.arange(layers)[:, None]
+    appeal[rows, order] = np.arange(experts, dtype=np.int32)
+    held = np.where(expert_in == ABSENT, -np.inf, scores[rows, np.maximum(expert_in, 0)])
     slot = np.argsort(np.where(writable, held, np.inf), axis=1, kind="stable")[:, :count]
-    worst = np.take_along_axis(held, slot, axis=1)
+    worst = held[rows, slot]
     places = np.empty((*slot.shape, 3), dtype=np.int32)
     places[:, :, SLOT] = slot
-    places[:, :, RESIDENT] = np.take_along_axis(expert_in, slot, axis=1)
+    places[:, :, RESIDENT] = expert_in[rows, slot]
     places[:, :, LEAST] = (worth[:, None, :] <= margin * worst[:, :, None]).sum(axis=2)
-    places[~np.take_along_axis(writable, slot, axis=1)] = ABSENT
+    places[~writable[rows, slot]] = ABSENT
     return Offers(appeal, places, list_slots(places))
 
 

@@ -48,26 +48,32 @@ def choose_swaps(
     Returns:
         (layer, swap), layers ascending.
     """
-    entering = candidates & (slot_of == ABSENT)
-    leaving = (slot_of != ABSENT) & ~needed
-    best = np.argsort(np.where(entering, -scores, np.inf), axis=1, kind="stable")
-    worst = np.argsort(np.where(leaving, scores, np.inf), axis=1, kind="stable")[:, :limit]
-    entering_num = entering.sum(axis=1)
-    filled = np.minimum(entering_num, free_slots.sum(axis=1))
-    # Column n: the n-th candidate behind those that fill free slots, against the n-th worst resident.
-    place = filled[:, None] + np.arange(worst.shape[1])[None, :]
-    rivals = np.take_along_axis(best, np.minimum(place, best.shape[1] - 1), axis=1)
-    wins = (place < entering_num[:, None]) & (np.arange(worst.shape[1]) < leaving.sum(axis=1)[:, None])
-    wins &= np.take_along_axis(scores, rivals, axis=1) > margin * np.take_along_axis(scores, worst, axis=1)
-    replaced = np.logical_and.accumulate(wins, axis=1).sum(axis=1)
+    layers, entering = np.nonzero(candidates & (slot_of == ABSENT))
+    if len(layers) == 0:
+        return []
+    order = np.lexsort((-scores[layers, entering], layers))
+    layers, entering = layers[order], entering[order]
+    # Infinite where nobody may leave.
+    leaving = np.where((slot_of != ABSENT) & ~needed, scores, np.inf)
+    firsts = np.flatnonzero(np.diff(layers, prepend=-1))
+    # Few layers change anything: only those are looked at closely.
+    lowest = leaving.min(axis=1)[layers[firsts]]
+    wins = (limit > 0) & (scores[layers[firsts], entering[firsts]] > margin * lowest)
+    filling = free_slots.any(axis=1)[layers[firsts]]
+    ends = np.append(firsts[1:], len(layers))
     swaps = []
-    for layer in np.flatnonzero(filled + replaced):
-        row, chosen = scores[layer], best[layer]
-        for expert, slot in zip(chosen[: filled[layer]], np.flatnonzero(free_slots[layer]), strict=False):
-            swaps.append((int(layer), Swap(int(expert), int(slot), ABSENT, float(row[expert]))))
-        for expert, victim in zip(rivals[layer, : replaced[layer]], worst[layer], strict=False):
-            slot = slot_of[layer, victim]
-            swaps.append((int(layer), Swap(int(expert), int(slot), int(victim), float(row[expert] - row[victim]))))
+    for n in np.flatnonzero(wins | filling):
+        layer, best = int(layers[firsts[n]]), entering[firsts[n] : ends[n]].tolist()
+        row, rivals = scores[layer], leaving[layer]
+        slots = np.flatnonzero(free_slots[layer]).tolist() if filling[n] else []
+        for expert, slot in zip(best, slots, strict=False):
+            swaps.append((layer, Swap(expert, slot, ABSENT, float(row[expert]))))
+        for expert in best[len(slots) : len(slots) + limit]:
+            victim, score = int(rivals.argmin()), float(row[expert])
+            if not score > margin * rivals[victim]:
+                break
+            swaps.append((layer, Swap(expert, int(slot_of[layer, victim]), victim, score - float(row[victim]))))
+            rivals[victim] = np.inf
     return swaps
 
 
