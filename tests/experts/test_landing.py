@@ -383,6 +383,17 @@ def test_small_caches_and_any_limit(slots, update):
         assert (manager.counters.total().landed > 0) == (update > 0)
 
 
+def test_a_path_that_copies_fewer_experts_than_there_are_places():
+    with decode(FMT, 8, 4, 1, 1, update=3) as (manager, steps):
+        assert steps.path.places == 1 < manager.places
+        steps.split = Parts(16, 8)
+        for _ in range(6):
+            batch = random_batch(FMT, 8, 1, 1)
+            check(run(steps, 1, 0, batch), batch, manager, 1)
+            manager.check_invariants()
+        assert manager.counters.total().landed > 0
+
+
 def test_a_step_of_two_halves_is_offered_nothing():
     """One half might read what the other writes."""
     with decode(FMT, 8, 4, 1, 3) as (manager, steps):

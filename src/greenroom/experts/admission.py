@@ -75,9 +75,10 @@ class Admission:
         """
         layers, tokens, _ = ids.shape
         used = self._count_all(ids)
-        by_row = ids.reshape(layers * tokens, -1), weights.reshape(layers * tokens, -1)
-        leading = heaviest(*by_row, self.cache_topk).reshape(layers, tokens, -1)
-        chosen = self._count_all(leading)
+        chosen = used
+        if self.cache_topk < ids.shape[2]:
+            by_row = ids.reshape(layers * tokens, -1), weights.reshape(layers * tokens, -1)
+            chosen = self._count_all(heaviest(*by_row, self.cache_topk).reshape(layers, tokens, -1))
         self.usage.record_all(np.minimum(chosen / max(tokens, 1), 1.0))
         self._needed[:] = used > 0
         self._admissible[:] = chosen > 0

@@ -58,8 +58,8 @@ def choose_swaps(
     firsts = np.flatnonzero(np.diff(layers, prepend=-1))
     # Few layers change anything: only those are looked at closely.
     lowest = leaving.min(axis=1)[layers[firsts]]
-    wins = (limit > 0) & (scores[layers[firsts], entering[firsts]] > margin * lowest)
-    filling = free_slots.any(axis=1)[layers[firsts]]
+    wins = scores[layers[firsts], entering[firsts]] > margin * lowest
+    filling = (free_slots.sum(axis=1) > 0)[layers[firsts]]
     ends = np.append(firsts[1:], len(layers))
     swaps = []
     for n in np.flatnonzero(wins | filling):
