@@ -221,7 +221,7 @@ def test_a_loaded_model_reports_what_was_planned(device, knobs):
 def test_a_model_that_holds_something_else_says_so(q30, monkeypatch, caplog, allocated, warned):
     """Beside what the process had allocated before it."""
     memory = dataclasses.replace(plan(q30).memory, cache_bytes=10 * GIB, buffer_bytes=0, other_bytes=0)
-    before = DeviceMemory(free=80 * GIB, allocated=GIB)
+    before = DeviceMemory(free=80 * GIB, cached=0, allocated=GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: GIB + int(allocated))
     offload_module._compare_with_plan(SimpleNamespace(before=before, device=torch.device("cuda"), plan=memory))
     assert ("GiB of device memory, 10.00 were planned" in caplog.text) == warned
@@ -231,7 +231,7 @@ def test_a_small_model_may_round_up(q30, monkeypatch, caplog):
     memory = dataclasses.replace(plan(q30).memory, cache_bytes=0, buffer_bytes=0, other_bytes=1 << 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100 << 20)
     offload_module._compare_with_plan(
-        SimpleNamespace(before=DeviceMemory(GIB, 0), device=torch.device("cuda"), plan=memory)
+        SimpleNamespace(before=DeviceMemory(GIB, 0, 0), device=torch.device("cuda"), plan=memory)
     )
     assert caplog.text == ""
 

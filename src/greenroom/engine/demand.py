@@ -10,11 +10,11 @@ from greenroom.engine.sizes import KV_BLOCK, buckets_to
 from greenroom.errors import ConfigError
 from greenroom.experts.sizing import count_fetch_slots
 
-_FIXED_BYTES = 256 << 20
-"""On a GPU: workspaces of libraries, compiled kernels, a captured step."""
+_FIXED_BYTES = 384 << 20
+"""On a GPU: workspaces of libraries, compiled kernels, captured steps, what torch rounds up."""
 
-_ROW_BUFFERS = 8
-"""Rows of the model's width a token that are alive at once beside the experts', generously."""
+_ROW_BUFFERS = 16
+"""Rows of the model's width a token that are alive at once beside the experts', some of them in float32."""
 
 _LOGITS = 3
 """Of a decode step's largest batch: those that it leaves behind, the graph's own, and a copy while it is captured."""
@@ -124,7 +124,12 @@ def _activation_bytes(shape: ModelShape, demand: Demand) -> int:
         for top_k, layer in zip(shape.top_k, shape.spec.layers, strict=True)
     )
     rows = demand.pass_tokens * (routed + _ROW_BUFFERS * shape.hidden) * item
-    return rows + demand.concurrency * shape.vocabulary * (item + 2 * 4)
+    return with_room(rows + demand.concurrency * shape.vocabulary * (item + 2 * 4))
+
+
+def with_room(activation_bytes: int) -> int:
+    """And an eighth more: activations come and go in different sizes, and leave gaps."""
+    return activation_bytes * 9 // 8
 
 
 def _decode_bytes(shape: ModelShape, demand: Demand, config: OffloadConfig) -> int:

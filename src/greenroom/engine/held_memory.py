@@ -7,10 +7,20 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A GPU's memory at one moment. free: bytes, whoever uses the rest. allocated: through torch, by this process."""
+    """A GPU's memory at one moment, in bytes.
+
+    free: whoever uses the rest. cached: that torch keeps for this process, and nothing lies there. allocated: through
+    torch, by this process.
+    """
 
     free: int
+    cached: int
     allocated: int
+
+    @property
+    def available(self) -> int:
+        """To this process."""
+        return self.free + self.cached
 
     @classmethod
     def read(cls, device: torch.device) -> "DeviceMemory | None":
@@ -18,15 +28,20 @@ class DeviceMemory:
         if device.type != "cuda":
             return None
         free = torch.cuda.mem_get_info(device)[0]
-        return cls(free, torch.cuda.memory_allocated(device))
+        allocated = torch.cuda.memory_allocated(device)
+        return cls(free, torch.cuda.memory_reserved(device) - allocated, allocated)
+
+    def taken_since(self, before: "DeviceMemory") -> int:
+        """Bytes of what was available before that are not free any more; what torch keeps counts among them."""
+        return before.available - self.free
 
 
 @dataclass(frozen=True)
 class HeldMemory:
     """Bytes that a model holds, and those that were planned for it and what it was to run; see ``Offload.memory``.
 
-    device: by which the GPU's free memory has shrunk since loading began, libraries and kernels included; None without
-    a GPU. host: of experts and offloaded weights; without a GPU also of all other weights and cache slots.
+    device: of what was available when loading began, those that are not free any more, libraries and kernels included;
+    None without a GPU. host: of experts and offloaded weights; without a GPU also of all other weights and cache slots.
     """
 
     device: int | None

@@ -78,7 +78,7 @@ class Request:
             [layer.format for layer in spec.layers],
             [layer.num_experts for layer in spec.layers],
             spec.other_bytes - selection.weight_bytes + selection.device_bytes,
-            device_free=None if self.before is None else self.before.free,
+            device_free=None if self.before is None else self.before.available,
             host_free=hardware.available_host_bytes(),
             offloaded_bytes=selection.host_bytes,
             reserved_bytes=reserved_bytes,
@@ -171,7 +171,7 @@ class Offload:
             host += sum(own.values()) + self.manager.tier.device_bytes
             # What is kept for KV cache and activations is filled as requests come.
             return HeldMemory(None, None, host, plan.host_bytes - plan.reserved_bytes)
-        return HeldMemory(self.before.free - now.free, plan.device_bytes + plan.reserved_bytes, host, plan.host_bytes)
+        return HeldMemory(now.taken_since(self.before), plan.device_bytes + plan.reserved_bytes, host, plan.host_bytes)
 
     def close(self) -> None:
         """Frees memory, then ends the threads. Idempotent."""

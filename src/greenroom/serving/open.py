@@ -86,9 +86,10 @@ def open_engine(
         reuse = False
         if isinstance(runner, PagedRunner):
             reuse = True
-            if facts.device.type == "cuda":
-                rehearse(model, runner)
             runner.prepare()  # or the first requests would wait for it
+            if facts.device.type == "cuda":
+                # Behind the capture of decode steps, which frees what torch keeps.
+                rehearse(model, runner)
         engine = ServingEngine(facts, tokenizer, runner, max_waiting=max_waiting, offload=offload, reuse=reuse)
         stack.pop_all()  # the engine closes them
         return engine
