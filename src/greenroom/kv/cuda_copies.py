@@ -117,6 +117,9 @@ class RunTable:
         rows = torch.from_numpy(table).to(device)
         self._tensors, self._others, self._sizes = (rows[0], rows[1]), (rows[2], rows[3]), rows[4]
         self._longest = int(layout.sizes.max())
+        # Compiles the kernel, which otherwise the first request would wait for.
+        none = torch.zeros(2, dtype=torch.int64, device=device)
+        self.launch(none, none, 0)
 
     def copy(self, direction: Direction, blocks: np.ndarray, images: np.ndarray) -> torch.Tensor:
         """From the other place to the tensors (LOAD), or there (STORE), on the current stream.
@@ -125,7 +128,9 @@ class RunTable:
             The numbers that the kernel reads. They were allocated on the current stream.
         """
         device = self._sizes.device
-        numbers = torch.from_numpy(np.stack([blocks, images]))
+        # Both begin on 16 bytes: for another alignment the kernel would be compiled anew.
+        numbers = torch.zeros(2, len(blocks) + len(blocks) % 2, dtype=torch.int64)
+        numbers.numpy()[:, : len(blocks)] = blocks, images
         if device.type == "cuda":
             numbers = numbers.pin_memory().to(device, non_blocking=True)
         if direction is Direction.LOAD:
