@@ -73,12 +73,12 @@ class Admission:
             ids: int32 [layers, T, K], -1 where there is no choice.
             weights: float [layers, T, K].
         """
-        layers, tokens, _ = ids.shape
+        layers, tokens, top_k = ids.shape
         used = self._count_all(ids)
         chosen = used
         if self.cache_topk < ids.shape[2]:
-            by_row = ids.reshape(layers * tokens, -1), weights.reshape(layers * tokens, -1)
-            chosen = self._count_all(heaviest(*by_row, self.cache_topk).reshape(layers, tokens, -1))
+            by_row = ids.reshape(-1, top_k), weights.reshape(-1, top_k)
+            chosen = self._count_all(heaviest(*by_row, self.cache_topk).reshape(layers, -1))
         self.usage.record_all(np.minimum(chosen / max(tokens, 1), 1.0))
         self._needed[:] = used > 0
         self._admissible[:] = chosen > 0
