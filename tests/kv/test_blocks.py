@@ -76,7 +76,10 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, count):
         free, evicted = self.slow.evicted_next(count)
         idle = len(self.slow.idle())
+        foreseen = self.pool.peek(count)
+        self.pool.check()
         got = self.pool.allocate(count)
+        assert foreseen == got
         if count > idle:
             assert got is None
             return

@@ -39,10 +39,12 @@ class SlowRunner:
         self.passes: list[list[int]] = []  # tokens of each chunk
         self.copied: list[tuple[int, int]] = []
         self.closed = 0
-        self._exclusive: list[int] | None = None
+        self.expected_passes = 0
+        self._expected: tuple | None = None
 
-    def run(self, chunks, meanwhile=None) -> torch.Tensor:
+    def run(self, chunks, meanwhile=None, behind=None) -> torch.Tensor:
         assert not self.closed
+        self._note_expected(chunks)
         assert 1 <= len(chunks) <= self.max_sequences
         assert sum(len(chunk.token_ids) for chunk in chunks) <= self.max_tokens
         self.passes.append([len(chunk.token_ids) for chunk in chunks])
@@ -53,10 +55,27 @@ class SlowRunner:
             raise error
         if meanwhile is not None:
             meanwhile()
+        logits = self.compute(chunks)
+        if behind is not None:
+            behind(logits)
+        return logits
+
+    def compute(self, chunks) -> torch.Tensor:
         for chunk in chunks:
             self._write(chunk, chunk.token_ids)
-        rows = [logits_of(self._read(chunk), self.vocabulary) for chunk in chunks]
-        return torch.from_numpy(np.stack(rows))
+        return torch.from_numpy(np.stack([logits_of(self._read(chunk), self.vocabulary) for chunk in chunks]))
+
+    def expect(self, chunks) -> None:
+        """Remembers what was said, for ``_note_expected``."""
+        self._expected = chunks, [(chunk.start, [*chunk.blocks]) for chunk in chunks]
+
+    def _note_expected(self, chunks) -> None:
+        """Counts passes that were expected, and looks that they are what was said."""
+        expected, self._expected = self._expected, None
+        if expected is not None and expected[0] is chunks:
+            self.expected_passes += 1
+            assert expected[1] == [(chunk.start, [*chunk.blocks]) for chunk in chunks]
+            assert all(len(chunk.token_ids) == 1 for chunk in chunks)
 
     def copy_block(self, source, target) -> None:
         assert source != target
@@ -84,7 +103,7 @@ class SlowExclusiveRunner(SlowRunner):
         super().__init__(max_sequences=1, **knobs)
         self._tokens: list[int] = []
 
-    def run(self, chunks, meanwhile=None) -> torch.Tensor:
+    def run(self, chunks, meanwhile=None, behind=None) -> torch.Tensor:
         (chunk,) = chunks
         if chunk.start == 0:
             self._tokens = []
@@ -97,7 +116,10 @@ class SlowExclusiveRunner(SlowRunner):
         if meanwhile is not None:
             meanwhile()
         self._tokens += chunk.token_ids
-        return torch.from_numpy(logits_of(self._tokens, self.vocabulary))[None]
+        logits = torch.from_numpy(logits_of(self._tokens, self.vocabulary))[None]
+        if behind is not None:
+            behind(logits)
+        return logits
 
 
 class SlowOffload:

@@ -23,7 +23,7 @@ class WatchedRunner(SlowRunner):
         self.heard = lambda: 0
         self.counts: list[tuple[int, int]] = []
 
-    def run(self, chunks, meanwhile=None):
+    def run(self, chunks, meanwhile=None, behind=None):
         def watched() -> None:
             before = self.heard()
             meanwhile()
@@ -35,7 +35,7 @@ class WatchedRunner(SlowRunner):
                 error, self.fail_behind = self.fail_behind, None
                 raise error
 
-        return super().run(chunks, watched)
+        return super().run(chunks, watched, behind)
 
     def used(self) -> set[int]:
         pool = self.loop.scheduler.pool

@@ -97,13 +97,13 @@ def test_each_row_of_a_batch_is_what_it_is_alone_in_float64(device, batch, dtype
 @pytest.fixture
 def passes(monkeypatch) -> list[tuple[int, int]]:
     """Rows and candidates of each pass over the logits; the host waits once in each."""
-    seen, original = [], sampling._choices
+    seen, original = [], sampling._choose
 
     def counted(logits, rows, wishes, candidates):
         seen.append((len(rows), candidates))
         return original(logits, rows, wishes, candidates)
 
-    monkeypatch.setattr(sampling, "_choices", counted)
+    monkeypatch.setattr(sampling, "_choose", counted)
     return seen
 
 

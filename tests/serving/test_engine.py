@@ -29,11 +29,11 @@ class GatedRunner(SlowRunner):
         self.permits = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
 
-    def run(self, chunks, meanwhile=None):
+    def run(self, chunks, meanwhile=None, behind=None):
         self.entered.release()
         while not self.open.is_set() and not self.permits.acquire(timeout=0.01):
             pass
-        return super().run(chunks, meanwhile)
+        return super().run(chunks, meanwhile, behind)
 
 
 class Client(Listener):
@@ -347,7 +347,7 @@ class TestFailures:
 
     def test_a_runner_of_no_use_ends_the_engine(self, opened) -> None:
         class Broken(GatedRunner):
-            def run(self, chunks, meanwhile=None):
+            def run(self, chunks, meanwhile=None, behind=None):
                 assert self.open.wait(WAIT_S)
                 raise EngineError("given up")
 
@@ -374,8 +374,8 @@ class TestFailures:
 
     def test_logits_that_are_not_finite(self, opened) -> None:
         class Nan(GatedRunner):
-            def run(self, chunks, meanwhile=None):
-                logits = super().run(chunks, meanwhile)
+            def compute(self, chunks):
+                logits = super().compute(chunks)
                 logits[np.array([chunk.token_ids[0] == 99 for chunk in chunks])] = np.nan
                 return logits
 

@@ -36,18 +36,33 @@ class BatchRunner(Protocol):
     max_sequences: int
     max_tokens: int
 
-    def run(self, chunks: Sequence[SequenceChunk], meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+    def run(
+        self,
+        chunks: Sequence[SequenceChunk],
+        meanwhile: Callable[[], None] | None = None,
+        behind: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
         """One forward pass, which writes the chunks' keys and values into their blocks.
 
         Args:
             meanwhile: called once if the pass goes well: while the device computes, or where the pass needs the host,
                 before it. It must not raise.
+            behind: called once if the pass goes well, after ``meanwhile``, with what will be returned: as soon as the
+                pass has been enqueued, so that it can enqueue what the pass's end is waited for with. It must not
+                wait for the device, nor raise.
 
         Returns:
             [len(chunks), vocabulary] on the device: logits behind each chunk's last token, until the next call.
 
         Raises:
             EngineError: the pass failed; what the chunks' new tokens left in the blocks is undefined.
+        """
+
+    def expect(self, chunks: Sequence[SequenceChunk]) -> None:
+        """The next call of ``run`` will probably be for this very object; each chunk has one token by then.
+
+        What can be done before the tokens are known may be done now, which is within ``behind``. If the next call is
+        for something else, this one has had no effect. Does not raise.
         """
 
     def copy_block(self, source: int, target: int) -> None:

@@ -45,6 +45,7 @@ class HostlessSteps:
         self._watchdog_s = watchdog_s
         self.given_up: str | None = None
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._end = torch.cuda.Event() if self._device.type == "cuda" else None  # of the step that is waited for
         self._second: DecodePath | None = None
         path = self._make_path(max_rows, manager.places)
         try:
@@ -202,7 +203,8 @@ class HostlessSteps:
         """
         if self._device.type != "cuda":
             return
-        event = torch.cuda.Event()
+        event = self._end
+        assert event is not None
         event.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + self._watchdog_s
         while not event.query():

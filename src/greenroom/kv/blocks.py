@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from greenroom.kv.followers import Followers
 from greenroom.kv.prefix import BlockKey
@@ -61,6 +62,13 @@ class BlockPool:
         if count > self.available:
             return None
         return [self._take_one() for _ in range(count)]
+
+    def peek(self, count: int) -> list[int] | None:
+        """What ``allocate`` would hand out, as long as nothing changes. Changes nothing itself."""
+        if count > self.available:
+            return None
+        free = self._free[: -count - 1 : -1] if count else []
+        return [*free, *islice(self._cached, count - len(free))]
 
     def match(self, after: BlockKey, tokens: Sequence[int]) -> tuple[int, int] | None:
         """A block that begins with some of ``tokens``, the more the better, and how many. Takes no reference.

@@ -96,6 +96,13 @@ def draw(
     return tokens[:, 0], decided
 
 
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device. It is not waited for, however much the device still has to do before."""
+    tensor = torch.from_numpy(values)
+    # Copies from memory that is not page-locked may wait, large ones above all.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def _is_cut(wish: Wish, vocabulary: int) -> bool:
     return wish.temperature > 0 and (0 < wish.top_k < vocabulary or wish.top_p < 1)
 
@@ -115,7 +122,7 @@ def _table(wishes: Sequence[Wish], vocabulary: int, device: torch.device) -> _Ta
         cut,
     ]
     # In one copy, which the host does not wait for.
-    columns = torch.from_numpy(np.array(values, dtype=np.float64)[:, :, None]).to(device, non_blocking=True).unbind()
+    columns = to_device(np.array(values, dtype=np.float64)[:, :, None], device).unbind()
     return _Table(
         number=columns[0],
         temperature=columns[1],

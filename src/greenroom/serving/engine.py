@@ -179,8 +179,10 @@ class ServingEngine:
                 if self._facts.device.type == "cuda":
                     torch.cuda.set_device(self._facts.device)
                 while self._take_news():
-                    self._loop.step()
-                    self._publish()
+                    # Counts are published while the device works; an end is at once.
+                    self._loop.step(self._publish)
+                    if self._loop.has_ended:
+                        self._publish()
             except Exception as error:
                 self._give_up(error)
             else:
@@ -188,6 +190,9 @@ class ServingEngine:
 
     def _take_news(self) -> bool:
         """Waits until there is something to do and takes what callers left; False once the engine closes."""
+        # A look without the lock, the device idles: what comes behind it is found before the next pass.
+        if self._loop.busy and not (self._inbox or self._cancelled or self._closing):
+            return True
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._inbox or self._cancelled or self._loop.busy)
             inbox, self._inbox = self._inbox, []

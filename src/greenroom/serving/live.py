@@ -73,6 +73,11 @@ class LiveRequest:
     def completion_tokens(self) -> int:
         return len(self.sequence.tokens) - self.sequence.prompt_tokens
 
+    @property
+    def nearly_done(self) -> bool:
+        """Whether the next token is the last one, whatever it is."""
+        return self.completion_tokens + 1 >= self._request.max_new
+
     def row(self, vocabulary: int) -> Row:
         """What sampling needs to know.
 

@@ -1,20 +1,22 @@
 """EngineLoop: plan a pass, run it, choose tokens, deliver them. One thread, no waiting for requests."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from greenroom.engine.batch import BatchRunner
+from greenroom.engine.batch import BatchRunner, SequenceChunk
 from greenroom.errors import EngineError, GreenroomError
 from greenroom.kv.base import KVOffload
+from greenroom.serving.draw import to_device
 from greenroom.serving.live import Accepted, LiveRequest
+from greenroom.serving.planned import Planned
 from greenroom.serving.requests import EngineStats, Failed, FinishReason
-from greenroom.serving.sampling import Choice, sample
-from greenroom.serving.scheduler import Planned, Scheduler, SchedulerLimits
+from greenroom.serving.sampling import Choice, Choosing, Row, begin
+from greenroom.serving.scheduler import Scheduler, SchedulerLimits
 
 _FAILURES_IN_A_ROW = 3
 _TRANSFER_WAIT_S = 0.002
@@ -28,6 +30,22 @@ class _Counts:
     cached_tokens: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+
+
+@dataclass
+class _Draft:
+    """What comes together while a pass runs.
+
+    live, rows, places: who samples, how, and its place in the pass. failed: could not say how.
+    choosing: the choices, enqueued. problem: why they are not.
+    """
+
+    live: list[LiveRequest] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    failed: list[tuple[LiveRequest, GreenroomError]] = field(default_factory=list)
+    choosing: Choosing | None = None
+    problem: Exception | None = None
 
 
 class EngineLoop:
@@ -69,6 +87,7 @@ class EngineLoop:
         self._live: dict[int, LiveRequest] = {}
         self._ended: list[int] = []
         self._unheard: list[tuple[LiveRequest, GreenroomError]] = []
+        self._expected: tuple[list[Planned], list[SequenceChunk]] | None = None  # planned ahead; what the runner knows
         self._failures = 0  # passes in a row
         self._counts = _Counts()
 
@@ -104,14 +123,22 @@ class EngineLoop:
             live.fail(error)
             self._retire(live)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``take_ended`` has something to say."""
+        return bool(self._ended)
+
     def take_ended(self) -> list[int]:
         """Requests that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    @torch.no_grad()
-    def step(self) -> None:
+    def step(self, meanwhile: Callable[[], None] | None = None) -> None:
         """One pass, or a short wait if transfers have to end first.
+
+        Args:
+            meanwhile: called once unless the pass fails: while the device computes, as far as it does without the
+                host. It must not raise.
 
         Raises:
             EngineError: several passes in a row failed: the runner is of no more use.
@@ -120,12 +147,14 @@ class EngineLoop:
         if not planned:
             self._deliver()
             self._end_unheard()
+            if meanwhile is not None:
+                meanwhile()
             if self._offload is not None and self.scheduler.transferring:
                 self._offload.wait(_TRANSFER_WAIT_S)
             return
         start = time.perf_counter()
         try:
-            choices, failed = self._run(planned)
+            choices, failed = self._run(planned, meanwhile)
         except Exception as error:
             self._pass_failed(planned, error)
             return
@@ -160,33 +189,64 @@ class EngineLoop:
             kv_offload=self._offload.stats() if self._offload is not None else None,
         )
 
+    @torch.no_grad()
     def _run(
-        self, planned: Sequence[Planned]
+        self, planned: list[Planned], meanwhile: Callable[[], None] | None
     ) -> tuple[list[tuple[LiveRequest, Choice]], list[tuple[LiveRequest, GreenroomError]]]:
         """A forward pass and the choices behind it; besides, requests whose constraints failed meanwhile."""
-        places, rows, choosing, failed = [], [], [], []
+        draft = _Draft()
 
-        def meanwhile() -> None:
+        def during() -> None:
             """While the device computes, clients get the tokens of the pass before, and constraints think."""
             self._deliver()
-            for place, item in enumerate(planned):
-                if not item.samples:
-                    continue
-                live = self._live[item.sequence.order]
-                try:
-                    rows.append(live.row(self._vocabulary))
-                except GreenroomError as error:
-                    failed.append((live, error))
-                    continue
-                places.append(place)
-                choosing.append(live)
+            self._describe(planned, draft)
+            if meanwhile is not None:
+                meanwhile()
 
-        logits = self._runner.run([item.chunk for item in planned], meanwhile)
-        if not rows:
-            return [], failed
-        if len(rows) < len(planned):
-            logits = logits[torch.from_numpy(np.array(places)).to(logits.device, non_blocking=True)]
-        return [*zip(choosing, sample(logits, rows), strict=True)], failed
+        def behind(logits: torch.Tensor) -> None:
+            """Still before the pass ends: the choices behind it are enqueued, and the next one is planned."""
+            try:
+                if draft.rows:
+                    draft.choosing = begin(_rows_at(logits, draft.places, len(planned)), draft.rows)
+                if not draft.failed:
+                    self._work_ahead(planned)
+            except Exception as error:  # the pass must not end with it
+                draft.problem = error
+
+        self._runner.run(self._chunks(planned), during, behind)
+        if draft.problem is not None:
+            raise draft.problem
+        choices = draft.choosing.result() if draft.choosing is not None else []
+        return [*zip(draft.live, choices, strict=True)], draft.failed
+
+    def _describe(self, planned: list[Planned], draft: "_Draft") -> None:
+        """What sampling needs to know of those that sample."""
+        for place, item in enumerate(planned):
+            if not item.samples:
+                continue
+            live = self._live[item.sequence.order]
+            try:
+                draft.rows.append(live.row(self._vocabulary))
+            except GreenroomError as error:
+                draft.failed.append((live, error))
+                continue
+            draft.places.append(place)
+            draft.live.append(live)
+
+    def _work_ahead(self, planned: list[Planned]) -> None:
+        """Makes the next pass ready, in case that all of this one go on and nobody comes."""
+        if self._unheard or any(self._live[item.sequence.order].nearly_done for item in planned):
+            return
+        if (ahead := self.scheduler.plan_ahead(planned)) is not None:
+            self._expected = ahead, [item.chunk for item in ahead]
+            self._runner.expect(self._expected[1])
+
+    def _chunks(self, planned: list[Planned]) -> list[SequenceChunk]:
+        """What the runner expects, if the pass is the one that was planned ahead."""
+        expected, self._expected = self._expected, None
+        if expected is not None and expected[0] is planned:
+            return expected[1]
+        return [item.chunk for item in planned]
 
     def _deliver(self) -> None:
         """Delivers what is due. Whoever does not take it is ended between passes: one that runs may use its blocks."""
@@ -238,3 +298,8 @@ class EngineLoop:
         self.scheduler.finish(live.sequence)
         del self._live[live.request_id]
         self._ended.append(live.request_id)
+
+
+def _rows_at(logits: torch.Tensor, places: list[int], count: int) -> torch.Tensor:
+    """Those of a pass's ``count`` rows."""
+    return logits if len(places) == count else logits.index_select(0, to_device(np.array(places), logits.device))

@@ -129,12 +129,18 @@ class PrefixReuse:
         self._pool.release([source])
         return has_own
 
+    def name(self, sequence: Sequence) -> None:
+        """Computes the keys that ``register`` will need, so that it is quick."""
+        if len(sequence.tokens) // self._size > len(sequence.keys):
+            sequence.keys = block_keys(sequence.tokens, self._size, sequence.keys)
+
     def register(self, sequence: Sequence) -> None:
         """Names the blocks that have become full, and offers them to host memory."""
         full = sequence.computed // self._size
         if full <= sequence.registered:
             return
-        before, sequence.keys = sequence.last_key, block_keys(sequence.tokens, self._size, sequence.keys)
+        self.name(sequence)
+        before = sequence.last_key
         for place in range(sequence.registered, full):
             key = sequence.keys[place]
             self._pool.register(sequence.blocks[place], key, before, self._tokens(sequence, place))

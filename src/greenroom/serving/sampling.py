@@ -3,6 +3,7 @@
 In this order: logit bias, penalties, constraint, temperature, top-k, top-p (of what top-k left), min-p, draw.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from numpy.random import Generator, Philox
 
-from greenroom.serving.draw import Wish, draw, enough
+from greenroom.serving.draw import Wish, draw, enough, to_device
 from greenroom.serving.requests import SamplingParams, TokenLogprob
 
 _SEED_MASK = 2**64 - 1
@@ -53,29 +54,80 @@ def uniform(seed: int, position: int) -> float:
     return float(Generator(Philox(key=seed & _SEED_MASK, counter=position)).random())
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Choice]:
-    """
+class Choosing:
+    """The choices of one pass, on their way to the host. See ``begin``."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        self._logits = logits
+        self._rows = rows
+        self._greedy = all(_takes_likeliest(row) for row in rows)
+        if self._greedy:
+            device = _likeliest(logits)
+        else:
+            vocabulary = logits.shape[-1]
+            self._wishes = [_wish(row) for row in rows]
+            device = _choose(logits, rows, self._wishes, enough(self._wishes, vocabulary, _CANDIDATES))
+        self._arrival = _Arrival(device)
+
+    def result(self) -> list[Choice]:
+        """Waits for the device, which has done its part already if the pass has ended.
+
+        It is waited for once more for rows that are cut where their distribution is so flat that the likeliest tokens
+        do not decide.
+        """
+        if self._greedy:
+            # The device idles from here on: few operations.
+            values, tokens = self._arrival.wait().tolist()
+            return [
+                Choice(int(token) if math.isfinite(value) else None)
+                for token, value in zip(tokens, values, strict=True)
+            ]
+        rows, logits = self._rows, self._logits
+        first = _read(rows, self._arrival.wait())
+        open_ = [index for index, choice in enumerate(first) if choice is None]
+        again: Iterator[Choice | None] = iter(())
+        if open_:
+            some, those = logits.index_select(0, to_device(np.array(open_), logits.device)), [rows[i] for i in open_]
+            table = _choose(some, those, [self._wishes[i] for i in open_], logits.shape[-1])
+            again = iter(_read(those, _Arrival(table).wait()))
+        return [choice or cast("Choice", next(again)) for choice in first]
+
+
+def begin(logits: torch.Tensor, rows: Sequence[Row]) -> Choosing:
+    """Enqueues what it takes to choose a token for each row, without waiting for the device.
+
     Args:
-        logits: [rows, vocabulary], any float dtype, on any device. Not changed.
-
-    Returns:
-        One choice for each row. The host waits for the device once, and once more for rows that are cut where their
-        distribution is so flat that the likeliest tokens do not decide.
+        logits: [rows, vocabulary], any float dtype, on any device; they may still have to be computed. Not changed,
+            and to stay as they are until ``result``.
     """
-    if all(_takes_likeliest(row) for row in rows):
-        return _likeliest(logits)
-    vocabulary, wishes = logits.shape[-1], [_wish(row) for row in rows]
-    first = _choices(logits, rows, wishes, enough(wishes, vocabulary, _CANDIDATES))
-    open_ = [index for index, choice in enumerate(first) if choice is None]
-    again: Iterator[Choice | None] = iter(())
-    if open_:
-        some = logits.index_select(0, _to(np.array(open_), logits.device))
-        again = iter(_choices(some, [rows[i] for i in open_], [wishes[i] for i in open_], vocabulary))
-    return [choice or cast("Choice", next(again)) for choice in first]
+    return Choosing(logits, rows)
 
 
-def _choices(logits: torch.Tensor, rows: Sequence[Row], wishes: Sequence[Wish], candidates: int) -> list[Choice | None]:
-    """One for each row; None where so many candidates do not decide, which the whole vocabulary always does."""
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Choice]:
+    """One choice for each row: ``begin``, and its result."""
+    return begin(logits, rows).result()
+
+
+class _Arrival:
+    """A tensor's way to the host, behind all that has been enqueued."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Page-locked, so that nobody waits here.
+        self._values = tensor.to("cpu", non_blocking=True)
+        self._array = self._values.numpy()
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> np.ndarray:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._array
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[Row], wishes: Sequence[Wish], candidates: int) -> torch.Tensor:
+    """What ``_read`` makes choices of: float64 [rows, 2 or more]."""
     raw = logits.float()
     scores = _constrain(_penalise(_bias(raw, rows), rows), rows)
     best, likeliest = scores.max(-1)
@@ -85,14 +137,23 @@ def _choices(logits: torch.Tensor, rows: Sequence[Row], wishes: Sequence[Wish], 
     tokens = torch.where(valid, drawn, -1)
     # Token ids are exact in float64, so that everything crosses to the host in one copy.
     columns = [(decided | ~valid)[:, None].double(), tokens[:, None].double()]
-    most = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
+    most = _most_logprobs(rows)
     if most is not None:
         mass = raw.logsumexp(-1, keepdim=True)
         values, ids = raw.topk(min(most, raw.shape[-1]), -1)
         chosen = raw.gather(-1, tokens.clamp(min=0)[:, None])
         columns += [(chosen - mass).double(), ids.double(), (values - mass).double()]
-    result = torch.cat(columns, -1).cpu().numpy()
-    return [_choice(row, values[1:], most) if values[0] else None for row, values in zip(rows, result, strict=True)]
+    return torch.cat(columns, -1)
+
+
+def _read(rows: Sequence[Row], table: np.ndarray) -> list[Choice | None]:
+    """One for each row; None where so many candidates do not decide, which the whole vocabulary always does."""
+    most = _most_logprobs(rows)
+    return [_choice(row, values[1:], most) if values[0] else None for row, values in zip(rows, table, strict=True)]
+
+
+def _most_logprobs(rows: Sequence[Row]) -> int | None:
+    return max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
 
 
 def _wish(row: Row) -> Wish:
@@ -109,13 +170,11 @@ def _takes_likeliest(row: Row) -> bool:
     return params.repetition_penalty == 1.0 and not (params.presence_penalty or params.frequency_penalty)
 
 
-def _likeliest(logits: torch.Tensor) -> list[Choice]:
-    """What ``sample`` makes of rows that all take it, in as few kernels as there may be: the device waits meanwhile."""
-    # The largest logit of a row with a NaN is a NaN.
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """float64 [2, rows]: the largest logits, a NaN of rows that have one, and their tokens. Few kernels."""
     best = logits.max(-1)
-    values, tokens = torch.stack((best.values.double(), best.indices.double())).cpu().numpy()
-    finite = np.isfinite(values).tolist()
-    return [Choice(token if known else None) for token, known in zip(tokens.astype(int).tolist(), finite, strict=True)]
+    # Token ids are exact in float64, so that both cross to the host in one copy.
+    return torch.stack((best.values.double(), best.indices.double()))
 
 
 def _choice(row: Row, values: np.ndarray, most: int | None) -> Choice:
@@ -137,8 +196,8 @@ def _bias(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         return scores
     where, tokens, values = zip(*entries, strict=True)
     device = scores.device
-    place = (_to(np.array(where), device), _to(np.array(tokens), device))
-    return scores.index_put(place, _to(np.array(values, dtype=np.float32), device), accumulate=True)
+    place = (to_device(np.array(where), device), to_device(np.array(tokens), device))
+    return scores.index_put(place, to_device(np.array(values, dtype=np.float32), device), accumulate=True)
 
 
 def _penalise(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -155,9 +214,9 @@ def _penalise(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     if not tokens:
         return scores
     device = scores.device
-    place = (_to(np.concatenate(places), device), _to(np.concatenate(tokens), device))
-    factor = _to(np.concatenate(factors), device)
-    loss = _to(np.concatenate(losses).astype(np.float32), device)
+    place = (to_device(np.concatenate(places), device), to_device(np.concatenate(tokens), device))
+    factor = to_device(np.concatenate(factors), device)
+    loss = to_device(np.concatenate(losses).astype(np.float32), device)
     old = scores[place]
     return scores.index_put(place, torch.where(old > 0, old / factor, old * factor) - loss)
 
@@ -184,12 +243,7 @@ def _constrain(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     for index, row in enumerate(rows):
         if row.allowed is not None:
             bits[index] = row.allowed
-    mask = _to(bits.view(np.int32), scores.device)
+    mask = to_device(bits.view(np.int32), scores.device)
     places = torch.arange(32, dtype=torch.int32, device=scores.device)
     allowed = ((mask[:, :, None] >> places) & 1).bool().flatten(1)[:, : scores.shape[-1]]
     return scores.masked_fill(~allowed, -torch.inf)
-
-
-def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """To the device, without waiting for it."""
-    return torch.from_numpy(values).to(device, non_blocking=True)

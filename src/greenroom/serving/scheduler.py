@@ -9,18 +9,10 @@ from greenroom.errors import ConfigError
 from greenroom.kv.base import KVOffload
 from greenroom.kv.blocks import BlockPool
 from greenroom.serving.budget import share_tokens
+from greenroom.serving.planned import Ahead, Planned, plan_decode
 from greenroom.serving.reuse import PrefixReuse
 from greenroom.serving.sequence import Sequence, no_blocks
 from greenroom.serving.transfers import BlockTransfers
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A chunk of a pass. ``samples``: it ends with the sequence's last token, so another one can be chosen."""
-
-    sequence: Sequence
-    chunk: SequenceChunk
-    samples: bool
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class Scheduler:
     something always proceeds.
 
     ``plan``, the pass, ``passed`` (or ``finish`` of those that failed with it), ``append`` or ``finish`` for
-    every sequence that sampled: in this order.
+    every sequence that sampled: in this order. ``plan_ahead`` may be called during the pass.
 
     Attributes:
         pool: the blocks. Sequences and transfers hold references.
@@ -66,6 +58,7 @@ class Scheduler:
         self.preemptions = 0
         self.loaded_tokens = 0
         self._transfers = BlockTransfers(self.pool, offload if limits.reuse else None)
+        self._ahead: Ahead | None = None
         self._reuse = PrefixReuse(self.pool, self._transfers, limits.block_size, copy_block, limits.reuse)
 
     @property
@@ -91,26 +84,51 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def plan(self) -> list[Planned]:
-        """Admits, and decides on the next pass; nothing if there is nothing to compute at the moment."""
+        """Admits, and decides on the next pass; nothing if there is nothing to compute at the moment.
+
+        Returns:
+            The very list that ``plan_ahead`` has returned last, its chunks' tokens filled in, if that is what is to
+            be done.
+        """
         self._take_loaded()
-        self._admit()
-        for sequence in self.running:
-            self._reuse.adopt(sequence)
-        pending = [sequence.pending for sequence in self.running]
-        shares = share_tokens(pending, self.limits.max_tokens, self._reuse.waits(self.running))
-        planned = []
-        for sequence, share in [*zip(self.running, shares, strict=True)]:
-            # Older sequences take the blocks of younger ones, which come later in this loop or not at all.
-            if sequence in self.running and share and self._make_room(sequence, sequence.computed + share):
-                planned.append(_planned(sequence, share))
-        return planned
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._holds(ahead):
+            return self._follow(ahead)
+        return self._plan_anew()
+
+    def plan_ahead(self, planned: list[Planned]) -> list[Planned] | None:
+        """What ``plan`` will decide if all of the pass under way go on, each with a token, and nothing else happens.
+
+        Changes nothing but what is remembered for ``plan``, which looks whether it has come so.
+
+        Args:
+            planned: the pass, as ``plan`` returned it.
+
+        Returns:
+            One token a chunk, which is not in there yet; None if it cannot be said.
+        """
+        self._ahead = None
+        if not all(item.samples for item in planned) or not self._admits_nobody():
+            return None
+        sequences = [item.sequence for item in planned]
+        if sequences != self.running or len(planned) > self.limits.max_tokens:
+            return None
+        growing = [each for each in sequences if self._blocks_of(len(each.tokens) + 1) > len(each.blocks)]
+        new = self.pool.peek(len(growing))
+        if new is None:
+            return None
+        for sequence in sequences:
+            self._reuse.name(sequence)
+        self._ahead = plan_decode(sequences, growing, new)
+        return self._ahead.planned
 
     def passed(self, planned: list[Planned]) -> None:
         """The pass went well: what it computed is there, and may serve others."""
         for item in planned:
             sequence = item.sequence
             sequence.computed += len(item.chunk.token_ids)
-            self._reuse.register(sequence)
+            if sequence.computed >= (sequence.registered + 1) * self.limits.block_size:
+                self._reuse.register(sequence)
             if sequence.computed == sequence.prompt_tokens:
                 self._reuse.register_tail(sequence)
 
@@ -156,6 +174,37 @@ class Scheduler:
         orders = [sequence.order for sequence in [*sorted(seated, key=_order), *self.waiting]]
         assert orders == sorted(set(orders))
         assert [*self.running] == sorted(self.running, key=_order)
+
+    def _plan_anew(self) -> list[Planned]:
+        self._admit()
+        for sequence in self.running:
+            self._reuse.adopt(sequence)
+        pending = [sequence.pending for sequence in self.running]
+        shares = share_tokens(pending, self.limits.max_tokens, self._reuse.waits(self.running))
+        planned = []
+        for sequence, share in [*zip(self.running, shares, strict=True)]:
+            # Older sequences take the blocks of younger ones, which come later in this loop or not at all.
+            if sequence in self.running and share and self._make_room(sequence, sequence.computed + share):
+                planned.append(_planned(sequence, share))
+        return planned
+
+    def _holds(self, ahead: Ahead) -> bool:
+        """Whether planning anew would come to the same."""
+        if ahead.sequences != self.running or not self._admits_nobody():
+            return False
+        for item in ahead.planned:
+            sequence, start = item.sequence, item.chunk.start
+            if sequence.computed != start or len(sequence.tokens) != start + 1:
+                return False
+        return self.pool.peek(len(ahead.growing)) == ahead.new
+
+    def _follow(self, ahead: Ahead) -> list[Planned]:
+        for sequence in ahead.growing:
+            self._make_room(sequence, sequence.computed + 1)
+        return ahead.fill_in()
+
+    def _admits_nobody(self) -> bool:
+        return not self.waiting or len(self.running) + len(self.loading) >= self.limits.max_sequences
 
     def _take_loaded(self) -> None:
         for sequence, length in self._transfers.poll():

@@ -38,6 +38,7 @@ class Traffic:
         self.random.shuffle(self.pool)
         self.growing: list[Growing] = []
         self.begun = 0
+        self.announced: tuple[list[Growing], list[SequenceChunk]] | None = None
 
     def begin(self, length: int | None = None) -> Growing:
         self.begun += 1
@@ -51,12 +52,36 @@ class Traffic:
         self.pool.extend(sequence.blocks)
         self.random.shuffle(self.pool)
 
-    def run(self, counts: list[tuple[Growing, int]]) -> None:
-        chunks = [sequence.next_chunk(count, self.runner.block_size, self.pool) for sequence, count in counts]
-        logits = self.runner.run(chunks)
+    def run(self, counts: list[tuple[Growing, int]], then: list[Growing] | None = None) -> None:
+        """``then``: announces that the next pass will be a token of each of these."""
+        chunks = self._chunks(counts)
+
+        def behind(logits: torch.Tensor) -> None:
+            if then is not None:
+                self.announced = then, [self._coming(sequence) for sequence in then]
+                self.runner.expect(self.announced[1])
+
+        logits = self.runner.run(chunks, behind=behind)
         assert logits.shape[0] == len(chunks)
         for row, (sequence, _) in zip(logits, counts, strict=True):
             self.check(row, sequence)
+
+    def _chunks(self, counts: list[tuple[Growing, int]]) -> list[SequenceChunk]:
+        """Those that were announced, if they are the same."""
+        announced, self.announced = self.announced, None
+        if announced is None or counts != [(sequence, 1) for sequence in announced[0]]:
+            return [sequence.next_chunk(count, self.runner.block_size, self.pool) for sequence, count in counts]
+        for sequence, chunk in zip(*announced, strict=True):
+            assert isinstance(chunk.token_ids, list)
+            chunk.token_ids.append(sequence.tokens[sequence.done])
+            sequence.done += 1
+        return announced[1]
+
+    def _coming(self, sequence: Growing) -> SequenceChunk:
+        """The next token's chunk, without the token."""
+        chunk = sequence.next_chunk(1, self.runner.block_size, self.pool)
+        sequence.done -= 1
+        return SequenceChunk([], chunk.start, chunk.blocks)
 
     @torch.no_grad()
     def check(self, row: torch.Tensor, sequence: Growing) -> None:

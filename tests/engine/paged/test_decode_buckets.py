@@ -14,7 +14,7 @@ from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.packing import Limits
 from greenroom.engine.paged.probe import PagedModel, probe
 from greenroom.engine.paged.runner import PagedRunner
-from greenroom.errors import EngineError
+from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.mailbox import Mailboxes
 from tests.engine.offloaded import offloaded, saved_family
 from tests.engine.paged.driver import Growing, Traffic
@@ -165,11 +165,56 @@ def test_what_is_done_meanwhile(mixtral):
         runner._run_layer_by_layer = lambda *args: (done.append("eager"), eager(*args))[1]
         runner.run([SequenceChunk([5, 6], 0, [0])])  # on a GPU with passes before it that warm up
         done.clear()
-        runner.run([SequenceChunk([5, 6], 0, [0])], lambda: done.append("meanwhile"))
-        assert done == ["enqueued", "meanwhile", "wait"]
+        shapes = []
+        hooks = (lambda: done.append("meanwhile")), lambda logits: (done.append("behind"), shapes.append(logits.shape))
+        runner.run([SequenceChunk([5, 6], 0, [0])], *hooks)
+        assert done == ["enqueued", "meanwhile", "behind", "wait"]
         done.clear()
-        runner.run([SequenceChunk([5] * 33, 0, range(9))], lambda: done.append("meanwhile"))
-        assert done == ["meanwhile", "eager"]
+        runner.run([SequenceChunk([5] * 33, 0, range(9))], *hooks)
+        assert done == ["meanwhile", "eager", "behind"]
+        assert shapes == [(1, LIMITS.vocabulary)] * 2
+        runner.close()
+
+
+def test_passes_that_were_expected(family):
+    stock, model = family
+    runner = make(model)
+    traffic = Traffic(runner, stock, seed=13)
+    first, second, third = begin(traffic, 3)
+    packed = []
+    own = runner._decode.ready
+    runner._decode.ready = lambda packing: (packed.append(packing), own(packing))[1]
+    traffic.run([(first, 1), (second, 1), (third, 1)], then=[third, first])
+    traffic.run([(third, 1), (first, 1)], then=[third, first, second])  # as announced: another bucket, another order
+    traffic.run([(third, 1), (first, 1), (second, 1)], then=[first])
+    assert len(packed) == 4, "what was expected is not packed again"
+    traffic.run([(second, 1), (third, 1)], then=[first, second])  # something else
+    with layer_by_layer(runner):
+        traffic.run([(first, 2)])
+    traffic.run([(first, 1), (second, 1)])
+    runner.flush()
+    offload_of(model).manager.check_invariants()
+    runner.close()
+
+
+def test_what_is_expected_has_to_be_right_all_the_same(mixtral):
+    stock, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner = make(model)
+        for tokens, said in (([128], "token ids are 0 to 127"), ([1, 2], "one token each"), ([], "one token each")):
+            chunks = [SequenceChunk([], 0, [0])]
+            runner.expect(chunks)
+            chunks[0].token_ids.extend(tokens)
+            with pytest.raises(ConfigError, match=said):
+                runner.run(chunks)
+        beyond = [SequenceChunk([], 40, range(11))]
+        runner.expect(beyond)
+        beyond[0].token_ids.append(1)
+        with pytest.raises(ConfigError, match="40 tokens at most, not 41"):
+            runner.run(beyond)
+        traffic = Traffic(runner, stock, seed=14)
+        (sequence,) = begin(traffic, 1)
+        traffic.run([(sequence, 1)])
         runner.close()
 
 

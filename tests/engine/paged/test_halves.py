@@ -227,6 +227,21 @@ def test_a_second_half_that_nobody_answers_is_given_up(saved, monkeypatch):
         again.runner.close()
 
 
+def test_passes_that_were_expected(saved):
+    stock, folder = saved["mixtral"]
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner = make(model)
+        traffic = Traffic(runner, stock, seed=15)
+        sequences = begin(traffic, 3)
+        traffic.run([(sequence, 1) for sequence in sequences], then=sequences)
+        traffic.run([(sequence, 1) for sequence in sequences], then=sequences)
+        halves, runner.dbo.halves = runner.dbo.halves, lambda rows: False  # decided otherwise meanwhile
+        traffic.run([(sequence, 1) for sequence in sequences], then=sequences)
+        runner.dbo.halves = halves
+        traffic.run([(sequence, 1) for sequence in sequences])
+        runner.close()
+
+
 class Clock:
     """Winds on by what a pass takes each way; reads as a clock does."""
 

@@ -26,7 +26,7 @@ from greenroom.engine.dbo import DboPolicy
 from greenroom.engine.hostless_steps import WARM_UP_STEPS, HostlessSteps
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
-from greenroom.engine.paged.inputs import DecodeInputs, Division, Layout, Rows
+from greenroom.engine.paged.inputs import DecodeInputs, Division, Layout, Rows, Staged
 from greenroom.engine.paged.packing import Packing
 from greenroom.engine.sizes import BUCKETS, bucket_for, buckets_to
 
@@ -43,6 +43,16 @@ class _Bucket:
 
     def graph_of(self, halves: bool) -> torch.cuda.CUDAGraph | None:
         return self.halves_graph if halves else self.graph
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A pass that only lacks being sent to the device. may_halve: it could run either way."""
+
+    packing: Packing
+    bucket: _Bucket
+    may_halve: bool
+    staged: Staged
 
 
 class DecodeBuckets:
@@ -110,11 +120,34 @@ class DecodeBuckets:
             if self._dbo.may_halve(rows):
                 self._prepare(self._bucket(rows), Division.of(1, halves=True))
 
-    def run(self, packing: Packing, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+    def ready(self, packing: Packing) -> Ready:
+        """Does what a pass needs of the host before it; the one before may still run.
+
+        Args:
+            packing: by ``pack_rows``, of at most ``max_rows`` tokens.
+
+        Returns:
+            For ``run``, before anything else is made ready.
+        """
+        tokens = packing.singles
+        rows = bucket_for(tokens)
+        bucket = self._bucket(rows)
+        may_halve = packing.is_decode and tokens > 1 and self._dbo.may_halve(rows)
+        division = Division.of(tokens, may_halve and self._dbo.halves(rows))
+        return Ready(packing, bucket, may_halve, self._inputs.fill(bucket.layout, packing, division))
+
+    def run(
+        self,
+        packing: Packing,
+        meanwhile: Callable[[], None] | None = None,
+        behind: Callable[[torch.Tensor], None] | None = None,
+        ready: Ready | None = None,
+    ) -> torch.Tensor:
         """
         Args:
             packing: by ``pack_rows``, of at most ``max_rows`` tokens.
-            meanwhile: see ``HostlessSteps.run``.
+            meanwhile, behind: see ``BatchRunner.run``.
+            ready: what ``ready`` made of the packing, whose ids may have changed since.
 
         Returns:
             [chunks, vocabulary] on the device, until the next pass.
@@ -122,21 +155,31 @@ class DecodeBuckets:
         Raises:
             EngineError: see ``HostlessSteps.run``.
         """
-        tokens = packing.singles
-        rows = bucket_for(tokens)
-        bucket = self._bucket(rows)
-        may_halve = packing.is_decode and tokens > 1 and self._dbo.may_halve(rows)
-        division = Division.of(tokens, may_halve and self._dbo.halves(rows))
-        self._inputs.stage(bucket.layout, packing, division)
+        if ready is None or not self._is_still(ready):
+            ready = self.ready(packing)
+        else:
+            ready.staged.set_ids(packing.ids)
+        bucket, division = ready.bucket, ready.staged.division
+        self._inputs.send(ready.staged)
         self._make_graph(bucket, division)
         graph = bucket.graph_of(division.halves)
         work = self._forward(bucket, division.halves) if graph is None else graph.replay
+        logits = None
+
+        def enqueued() -> None:
+            nonlocal logits
+            if meanwhile is not None:
+                meanwhile()
+            logits = self._logits_of(ready)
+            if behind is not None:
+                behind(logits)
+
         started = self._clock()
-        self._run(work, division, meanwhile=meanwhile)
-        if may_halve and self._dbo.took(rows, self._clock() - started):
+        self._run(work, division, meanwhile=enqueued)
+        if ready.may_halve and self._dbo.took(bucket.layout.rows, self._clock() - started):
             self._settle(bucket)
-        logits = self._logits_of(rows, division)
-        return logits if packing.is_decode else logits[torch.from_numpy(packing.last).to(logits.device)]
+        assert logits is not None
+        return logits
 
     def close(self) -> None:
         """Frees the graphs and what the experts need. Idempotent."""
@@ -149,6 +192,13 @@ class DecodeBuckets:
             self._buckets[rows] = _Bucket(self._inputs.lay_out(rows))
         return self._buckets[rows]
 
+    def _is_still(self, ready: Ready) -> bool:
+        """Whether a pass would be divided now as it has been. What the one before has measured may have decided it."""
+        rows = ready.bucket.layout.rows
+        if not ready.may_halve:
+            return True
+        return self._dbo.may_halve(rows) and ready.staged.division.halves == self._dbo.halves(rows)
+
     def _open_second(self) -> None:
         """What second halves need; ``auto`` does without them if there is no memory for it."""
         try:
@@ -159,7 +209,7 @@ class DecodeBuckets:
                 raise
 
     def _prepare(self, bucket: _Bucket, division: Division) -> None:
-        self._inputs.stage(bucket.layout, _padding(self._cache), division)
+        self._inputs.send(self._inputs.fill(bucket.layout, _padding(self._cache), division))
         self._make_graph(bucket, division)
 
     def _run(
@@ -221,13 +271,20 @@ class DecodeBuckets:
             self._logits = logits.new_empty(self._largest, logits.shape[-1])
         self._logits[rows.start : rows.start + len(logits)] = logits
 
-    def _logits_of(self, rows: int, division: Division) -> torch.Tensor:
-        """[tokens, vocabulary]: of a pass of ``rows`` that has been run, without its padding."""
+    def _logits_of(self, ready: Ready) -> torch.Tensor:
+        """[chunks, vocabulary]: of a pass that has been enqueued, without its padding."""
         assert self._logits is not None
-        pieces = division.pieces(rows)
+        pieces = ready.staged.division.pieces(ready.bucket.layout.rows)
         if len(pieces) == 1 or pieces[0].stop == pieces[1].start:
-            return self._logits[: pieces[-1].stop]
-        return torch.cat([self._logits[piece] for piece in pieces])
+            logits = self._logits[: pieces[-1].stop]
+        else:
+            logits = torch.cat([self._logits[piece] for piece in pieces])
+        if ready.packing.is_decode:
+            return logits
+        last = torch.from_numpy(ready.packing.last)
+        # Page-locked, since a copy from other memory might wait for the pass.
+        last = last.pin_memory() if logits.device.type == "cuda" else last
+        return logits[last.to(logits.device, non_blocking=True)]
 
 
 def _padding(cache: PagedCache) -> Packing:

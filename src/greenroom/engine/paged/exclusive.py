@@ -38,7 +38,12 @@ class ExclusiveRunner:
         self._length = 0  # tokens in the cache
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[SequenceChunk], meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+    def run(
+        self,
+        chunks: Sequence[SequenceChunk],
+        meanwhile: Callable[[], None] | None = None,
+        behind: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
         """See ``BatchRunner``.
 
         Raises:
@@ -66,7 +71,12 @@ class ExclusiveRunner:
             **{self._cache_name: cache},
         ).logits[:, -1]
         self._cache, self._length = cache, chunk.start + len(chunk.token_ids)
+        if behind is not None:
+            behind(logits)
         return logits
+
+    def expect(self, chunks: Sequence[SequenceChunk]) -> None:
+        """See ``BatchRunner``. There is nothing to do ahead."""
 
     def copy_block(self, source: int, target: int) -> None:
         """See ``BatchRunner``."""

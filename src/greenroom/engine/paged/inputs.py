@@ -55,8 +55,31 @@ class Division:
         return [slice(0, self.first), slice(rows // 2, rows // 2 + self.second)]
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A pass's inputs in page-locked memory.
+
+    twin: int64, number ``number`` of the two, as far as it is filled. inputs: its place on the device.
+    ids: where the ids of each piece are in the twin, and which of the pass's tokens they are.
+    """
+
+    division: Division
+    number: int
+    twin: torch.Tensor
+    inputs: torch.Tensor
+    ids: tuple[tuple[np.ndarray, slice], ...]
+
+    def set_ids(self, ids: np.ndarray) -> None:
+        """int64 [tokens]: others than those it was filled with."""
+        for place, own in self.ids:
+            place[:] = ids[own]
+
+
 class DecodeInputs:
-    """The buffer and its page-locked twin, from which one copy fills it."""
+    """The buffer and its page-locked twins, from which one copy fills it.
+
+    There are two, so that one can be filled while a pass runs, whose copy may still read the other one.
+    """
 
     def __init__(self, cache: PagedCache, largest: int, width: int) -> None:
         """
@@ -68,7 +91,9 @@ class DecodeInputs:
         self._cache = cache
         self._width = width
         self._inputs = torch.zeros(words, dtype=torch.int64, device=cache.device)
-        self._twin = torch.zeros(words, dtype=torch.int64, pin_memory=cache.device.type == "cuda")
+        self._twins = [torch.zeros(words, dtype=torch.int64, pin_memory=cache.device.type == "cuda") for _ in range(2)]
+        self._free = 0  # the twin that was not sent last
+        self._padding = np.array([[0], [0], [cache.scratch * cache.block_size], [1]])
 
     def lay_out(self, rows: int) -> Layout:
         """The first words of the buffer, for passes of ``rows`` tokens."""
@@ -76,22 +101,34 @@ class DecodeInputs:
         whole, first, second = (self._rows(rows, *part) for part in ((0, rows), (0, half), (half, rows)))
         return Layout(rows, whole, (first, second))
 
-    def stage(self, layout: Layout, packing: Packing, division: Division) -> None:
-        """Fills the inputs; rows without a token get padding. Nobody may be reading the twin any more."""
+    def fill(self, layout: Layout, packing: Packing, division: Division) -> Staged:
+        """Fills a twin; rows without a token get padding. One pass may run, and no more.
+
+        Returns:
+            For ``send``, before anything else is filled.
+        """
         rows, columns = layout.rows, packing.tables.shape[1]
         # Tables are stored block after block, so that those in use are one stretch of the buffer.
-        twin = self._twin[: rows * (_WORDS + columns)]
-        words = twin[: _WORDS * rows].view(_WORDS, rows).numpy()
-        tables = twin[_WORDS * rows :].view(columns, rows).T.numpy()
-        words[:] = np.array([[0], [0], [self._cache.scratch * self._cache.block_size], [1]])
+        twin = self._twins[self._free][: rows * (_WORDS + columns)]
+        array = twin.numpy()
+        words = array[: _WORDS * rows].reshape(_WORDS, rows)
+        tables = array[_WORDS * rows :].reshape(columns, rows).T
+        words[:] = self._padding
         tables[:, 0] = self._cache.scratch
-        taken = 0
+        taken, ids = 0, []
         for piece in division.pieces(rows):
             own = slice(taken, taken := taken + piece.stop - piece.start)
             words[0, piece], words[1, piece] = packing.ids[own], packing.positions[own]
             words[2, piece], words[3, piece] = packing.slots[own], packing.lengths[own]
             tables[piece] = packing.tables[own]
-        self._inputs[: len(twin)].copy_(twin, non_blocking=True)
+            ids.append((words[0, piece], own))
+        return Staged(division, self._free, twin, self._inputs[: len(twin)], tuple(ids))
+
+    def send(self, staged: Staged) -> None:
+        """Enqueues the copy to the device. No pass runs any more."""
+        assert staged.number == self._free
+        staged.inputs.copy_(staged.twin, non_blocking=True)
+        self._free = 1 - self._free
 
     def _rows(self, rows: int, start: int, end: int) -> Rows:
         """Rows ``start`` to ``end`` of a pass of ``rows``."""

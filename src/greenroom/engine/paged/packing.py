@@ -92,6 +92,19 @@ def pack_rows(chunks: Sequence[SequenceChunk], limits: Limits) -> Packing:
     )
 
 
+def set_ids(packing: Packing, chunks: Sequence[SequenceChunk], limits: Limits) -> None:
+    """Changes the ids of a packing of one token a chunk to those that its chunks have now.
+
+    Raises:
+        ConfigError: a chunk has not one token, or one that is not there.
+    """
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    if not len(ids) == len(chunks) == len(packing.ids):
+        raise ConfigError(f"{len(packing.ids)} chunks of one token each were announced, not {len(ids)} tokens")
+    packing.ids[:] = ids
+    _check_range("token ids", packing.ids, limits.vocabulary)
+
+
 def pack(chunks: Sequence[SequenceChunk], limits: Limits) -> Packing:
     """A pass in which chunks of several tokens attend as one.
 

@@ -13,14 +13,14 @@ from greenroom.engine.decode_loop import why_host_needed
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
-from greenroom.engine.paged.packing import Limits, Packing, pack, pack_rows
+from greenroom.engine.paged.packing import Limits, Packing, pack, pack_rows, set_ids
 from greenroom.engine.paged.probe import Kept, PagedModel
 from greenroom.engine.sizes import buckets_to
-from greenroom.errors import EngineError
+from greenroom.errors import ConfigError, EngineError
 from greenroom.kv.device_copies import BlockCopy, block_copy
 
 if TYPE_CHECKING:
-    from greenroom.engine.paged.decode import DecodeBuckets
+    from greenroom.engine.paged.decode import DecodeBuckets, Ready
 
 
 class PagedRunner:
@@ -76,6 +76,7 @@ class PagedRunner:
         )
         self._copy_block: BlockCopy | None = block_copy(self.kv_tensors)
         self._decode: DecodeBuckets | None = None
+        self._expected: tuple[Sequence[SequenceChunk], Ready] | None = None  # by ``expect``, for the next call
         if hostless:
             # Needs triton, which GPU builds of torch bring.
             from greenroom.engine.paged import decode
@@ -109,11 +110,17 @@ class PagedRunner:
         """
         scratch = self._open_cache().scratch
         self.copy_block(scratch, scratch)
+        self._expected = None
         if self._decode is not None:
             self._decode.prepare()
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[SequenceChunk], meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+    def run(
+        self,
+        chunks: Sequence[SequenceChunk],
+        meanwhile: Callable[[], None] | None = None,
+        behind: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
         """See ``BatchRunner``.
 
         Raises:
@@ -121,19 +128,38 @@ class PagedRunner:
             EngineError: the runner is closed or was given up, or the pass failed.
         """
         cache = self._open_cache()
-        tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        expected, self._expected = self._expected, None
         try:
-            if self._decode is not None and tokens <= self._decode.max_rows:
-                return self._decode.run(pack_rows(chunks, self._limits), meanwhile)
+            if self._decode is not None:
+                if expected is not None and expected[0] is chunks:
+                    ready = expected[1]
+                    set_ids(ready.packing, chunks, self._limits)
+                    return self._decode.run(ready.packing, meanwhile, behind, ready)
+                if _tokens_of(chunks) <= self._decode.max_rows:
+                    return self._decode.run(pack_rows(chunks, self._limits), meanwhile, behind)
             packing = pack(chunks, self._limits)
             if meanwhile is not None:
                 meanwhile()
             self.flush()
-            return self._run_layer_by_layer(packing, cache)
+            logits = self._run_layer_by_layer(packing, cache)
         except torch.OutOfMemoryError as error:
             raise EngineError(
-                f"the GPU has no memory left for a pass of {tokens} tokens; allow fewer, or fewer KV blocks"
+                f"the GPU has no memory left for a pass of {_tokens_of(chunks)} tokens; allow fewer, or fewer KV blocks"
             ) from error
+        if behind is not None:
+            behind(logits)
+        return logits
+
+    def expect(self, chunks: Sequence[SequenceChunk]) -> None:
+        """See ``BatchRunner``."""
+        self._expected = None
+        if self._decode is None or len(chunks) > self._decode.max_rows:
+            return
+        try:
+            packing = pack_rows([SequenceChunk((0,), chunk.start, chunk.blocks) for chunk in chunks], self._limits)
+        except ConfigError:
+            return  # ``run`` will say it, if it comes to that
+        self._expected = chunks, self._decode.ready(packing)
 
     def flush(self) -> None:
         """Counts the last call, if that has not been done."""
@@ -151,7 +177,7 @@ class PagedRunner:
         """See ``BatchRunner``."""
         if self._decode is not None:
             self._decode.close()
-        self._cache = self._decode = self._copy_block = None
+        self._cache = self._decode = self._copy_block = self._expected = None
 
     def _open_cache(self) -> PagedCache:
         if self._cache is None:
@@ -188,3 +214,7 @@ class PagedRunner:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _tokens_of(chunks: Sequence[SequenceChunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)
