@@ -1,6 +1,7 @@
 """When clients get their tokens: while the next pass runs, and at once where that decides something."""
 
 import pytest
+import torch
 
 from greenroom.errors import EngineError
 from greenroom.serving.loop import EngineLoop
@@ -124,6 +125,28 @@ def test_a_listener_that_fails_within_a_pass_ends_behind_it(loop, constraint):
     assert len(deaf.tokens) == 1
     assert good.tokens == alone([60, 61], GREEDY, 1, 9, VOCAB)
     assert loop.stats().finished == {"failed": 1, "length": 1}
+
+
+def test_choices_that_cannot_be_enqueued_end_the_pass_and_not_the_runner(loop, monkeypatch):
+    listener, later = Listener(), Listener()
+    loop.add(accepted(0, [50, 51], GREEDY, listener, max_new=9))
+    loop.step()
+
+    def no_memory(logits, rows):
+        raise torch.OutOfMemoryError("no memory")
+
+    own, ran = loop._runner.run, []
+    loop._runner.run = lambda *args: ran.append(own(*args))  # with nothing raised
+    with monkeypatch.context() as patch:
+        patch.setattr("greenroom.serving.loop.begin", no_memory)
+        loop.step()
+    assert len(ran) == 1
+    assert "a forward pass failed: OutOfMemoryError('no memory')" in str(listener.last.error)
+    assert listener.tokens == alone([50, 51], GREEDY, 0, 1, VOCAB)
+    loop._runner.run = own
+    loop.add(accepted(1, [60, 61], GREEDY, later, max_new=3))
+    run_out(loop)
+    assert later.tokens == alone([60, 61], GREEDY, 1, 3, VOCAB)
 
 
 def test_a_listener_and_its_pass_may_both_fail(loop):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from greenroom.serving import sampling
 from greenroom.serving.requests import SamplingParams
-from greenroom.serving.sampling import Row, sample, uniform
+from greenroom.serving.sampling import Row, begin, sample, uniform
 from tests.reference.slow_sampling import choose, log_probabilities, probabilities
 
 VOCABULARY = 45  # not a multiple of 32
@@ -94,6 +94,34 @@ def test_greedy_rows_among_themselves_get_what_they_get_beside_others(dtype, dev
     assert alone == sample(torch.cat([logits, logits[:1]]), [greedy] * 8 + [other])[:8]
     assert [choice.token is None for choice in alone] == [True, True, False, True, True, False, False, False]
     assert alone[5].token == logits[5].tolist().index(logits[5].max().item()), "of equal ones the first"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 3},
+        {"seed": 1},
+        {"top_p": 0.5, "top_k": 9, "min_p": 0.1},
+        {"temperature": 0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+        {"logit_bias": {5: 2.0}},
+        {"allowed": True},
+    ],
+)
+def test_to_begin_does_not_wait_for_the_device(params) -> None:
+    vocabulary = 151_936
+    allowed = np.full(-(-vocabulary // 32), 0xFFFFFFFF, dtype=np.uint32) if params.pop("allowed", False) else None
+    rows = [Row(SamplingParams(**params), seed, 2, [1, 2, 3], allowed) for seed in range(16)]
+    logits = torch.randn(16, vocabulary, generator=torch.Generator().manual_seed(1)).cuda()
+    expected = sample(logits, rows)  # with kernels loaded and memory taken
+    late = torch.empty_like(logits)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # half a second
+    late.copy_(logits)
+    choosing = begin(late, rows)
+    assert not torch.cuda.current_stream().query(), "somebody waited"
+    assert choosing.result() == expected
 
 
 def check_logprob(count, logits, choice) -> None:

@@ -189,7 +189,6 @@ class EngineLoop:
             kv_offload=self._offload.stats() if self._offload is not None else None,
         )
 
-    @torch.no_grad()
     def _run(
         self, planned: list[Planned], meanwhile: Callable[[], None] | None
     ) -> tuple[list[tuple[LiveRequest, Choice]], list[tuple[LiveRequest, GreenroomError]]]:

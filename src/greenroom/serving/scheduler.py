@@ -196,7 +196,7 @@ class Scheduler:
             sequence, start = item.sequence, item.chunk.start
             if sequence.computed != start or len(sequence.tokens) != start + 1:
                 return False
-        return self.pool.peek(len(ahead.growing)) == ahead.new
+        return not ahead.growing or self.pool.peek(len(ahead.growing)) == ahead.new
 
     def _follow(self, ahead: Ahead) -> list[Planned]:
         for sequence in ahead.growing:

@@ -254,6 +254,7 @@ class DecodeBuckets:
         parts = bucket.layout.halves if halves else (bucket.layout.whole,)
         return [partial(self._compute, rows) for rows in parts]
 
+    @torch.no_grad()
     def _compute(self, rows: Rows) -> None:
         """From inputs to logits and the cache, all on the device."""
         self._cache.batch = rows.batch

@@ -114,7 +114,6 @@ class PagedRunner:
         if self._decode is not None:
             self._decode.prepare()
 
-    @torch.no_grad()
     def run(
         self,
         chunks: Sequence[SequenceChunk],
@@ -200,6 +199,7 @@ class PagedRunner:
             return "weights that are prefetched (weights_offload_group_size) serve one pass at a time"
         return None
 
+    @torch.no_grad()
     def _run_layer_by_layer(self, packing: Packing, cache: PagedCache) -> torch.Tensor:
         device = self._device
         cache.batch = cache.describe(packing, self._by_kernel)
