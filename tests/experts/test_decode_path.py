@@ -252,3 +252,15 @@ def test_a_batch_that_is_too_large_is_refused():
         batch = random_batch(fmt, 10, 3, 2)
         with pytest.raises(ValueError, match="2"):
             steps.path.run(0, *(tensor.to(DEVICE) for tensor in batch))
+
+
+def test_nobody_waits_for_a_layer_whose_experts_all_have_slots(monkeypatch):
+    waits = []
+    monkeypatch.setattr("greenroom.experts.decode_path.wait_until_one", lambda done, *_: waits.append(int(done)))
+    with decode(FORMATS["bf16"], 10, 10, 1, 4) as (manager, steps):
+        batch = random_batch(FORMATS["bf16"], 10, 1, 4)
+        check(run(steps, 1, 0, batch), batch, manager, 1)
+        steps.flush()
+        assert waits == []
+        assert not steps.path.mailboxes.done.any()
+        assert manager.counters.total().hits == 4

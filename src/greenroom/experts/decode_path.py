@@ -124,8 +124,12 @@ class DecodePath:
         """
         self._table.publish(rows, stream_parts, offers)
 
+    def _may_miss(self, layer: int) -> bool:
+        """A layer with a slot for each expert is filled before the first step and stays so."""
+        return len(self._slots[layer]) < self._store.num_experts[layer]
+
     def _may_land(self, layer: int) -> bool:
-        return 0 < len(self._slots[layer]) < self._store.num_experts[layer]
+        return len(self._slots[layer]) > 0 and self._may_miss(layer)
 
     def _count_places(self, wanted: int) -> int:
         """Of ``wanted`` as many as there are slots in any layer, and as experts that a step copies."""
@@ -150,7 +154,8 @@ class DecodePath:
         ids, weights = ids.contiguous(), weights.contiguous()
         self._dispatch(layer, fmt, hidden, ids, weights)
         self._run_experts(layer, fmt, hidden, weights, tokens)
-        wait_until_one(self.mailboxes.done[layer, :1], self.device, self.wait_limit_s)
+        if self._may_miss(layer):
+            wait_until_one(self.mailboxes.done[layer, :1], self.device, self.wait_limit_s)
         return self._combine(layer, hidden, tokens)
 
     def _dispatch(
@@ -195,6 +200,7 @@ class DecodePath:
             INTER=fmt.inter,
             FETCH_SLOTS=self._fetch_slots,
             PLACES=places,
+            MAY_MISS=self._may_miss(layer),
             LEADING=self._leading,
             EXPERTS_POW2=experts_pow2,
             PAIRS_POW2=pairs_pow2,
@@ -208,10 +214,9 @@ class DecodePath:
         self, layer: int, fmt: ExpertFormat, hidden: torch.Tensor, weights: torch.Tensor, tokens: int
     ) -> None:
         """Resident experts at once, those that cross PCIe behind their copies, which go on meanwhile."""
-        slots, experts = len(self._slots[layer]), self._store.num_experts[layer]
-        if slots == experts:
+        if not self._may_miss(layer):
             self._compute(fmt, hidden, weights, tokens, layer, ALL)
-        elif slots == 0:
+        elif len(self._slots[layer]) == 0:
             self._fetch(fmt)
             self._compute(fmt, hidden, weights, tokens, layer, ALL)
         elif self._fetch_stream is None:
@@ -312,6 +317,7 @@ class DecodePath:
             TOP_K=self.top_k,
             HIDDEN=width,
             BLOCK=block,
+            MAY_MISS=self._may_miss(layer),
             TIMED=self.timed,
         )
         return out

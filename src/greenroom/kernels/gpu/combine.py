@@ -19,9 +19,10 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    MAY_MISS: tl.constexpr,
     TIMED: tl.constexpr,
 ):
-    """Grid (tokens, cdiv(HIDDEN, BLOCK)), behind a wait for the mailbox.
+    """Grid (tokens, cdiv(HIDDEN, BLOCK)), behind a wait for the mailbox if experts MAY_MISS, as in ``dispatch_kernel``.
 
     Args:
         out: written: [tokens, HIDDEN]; zeros in rows of padding.
@@ -40,12 +41,14 @@ def combine_kernel(
     for k in tl.static_range(TOP_K):
         mine = tl.load(gpu_ids + token * TOP_K + k) >= 0
         total += tl.load(partial + (token * TOP_K + k) * HIDDEN + column, mask=inside & mine, other=0.0)
-    from_cpu = (tl.load(cpu_num) > 0) & (token < tl.load(rows))
-    # Not through L1: the CPU wrote these rows while this grid was waiting.
-    total += tl.load(box_out + token * HIDDEN + column, mask=inside & from_cpu, other=0.0, cache_modifier=".cg")
+    if MAY_MISS:
+        from_cpu = (tl.load(cpu_num) > 0) & (token < tl.load(rows))
+        # Not through L1: the CPU wrote these rows while this grid was waiting.
+        total += tl.load(box_out + token * HIDDEN + column, mask=inside & from_cpu, other=0.0, cache_modifier=".cg")
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=inside)
     if (token == 0) & (tl.program_id(1) == 0):
-        tl.store(box_done, 0)
+        if MAY_MISS:
+            tl.store(box_done, 0)
         if TIMED:
             tl.store(box_spans, tl.load(spans))
             tl.store(box_spans + 1, tl.load(spans + 1))

@@ -61,6 +61,7 @@ def dispatch_kernel(
     INTER: tl.constexpr,
     FETCH_SLOTS: tl.constexpr,
     PLACES: tl.constexpr,
+    MAY_MISS: tl.constexpr,
     LEADING: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     PAIRS_POW2: tl.constexpr,
@@ -94,6 +95,7 @@ def dispatch_kernel(
             memory, and of the fetch buffer.
         block_bytes: from one expert to the next, in all three.
         PLACES: at most FETCH_SLOTS.
+        MAY_MISS: False if every expert has a slot for good: nobody then waits for the layer's mailbox.
         LEADING: only a token's so many heaviest choices land.
         KEY_BITS: of EXPERTS_POW2 * PAIRS_POW2 * 2.
     """
@@ -111,24 +113,27 @@ def dispatch_kernel(
     resident = used & (slot >= 0)
     absent = used & (slot < 0)
     absent_num = tl.sum(absent.to(tl.int32), axis=0)
-    parts = tl.load(stream_parts + absent_num)
-    wanted = parts // PARTS
-    divided_rows = parts % PARTS * INTER // PARTS // _PART_ROWS * _PART_ROWS
-
-    # Most pairs first, then most appeal. Keys are unique, so exactly ``wanted`` of them reach the threshold.
     rank = tl.load(appeal + expert, mask=expert < NUM_EXPERTS, other=-1)
-    key = tl.where(absent, pairs_of * EXPERTS_POW2 + rank, -1)
-    threshold = 0
-    for bit in tl.static_range(KEY_BITS):
-        candidate = threshold + (1 << (KEY_BITS - 1 - bit))
-        reached = tl.sum((key >= candidate).to(tl.int32), axis=0)
-        threshold = tl.where(reached >= wanted, candidate, threshold)
-    streamed = absent & (key >= threshold) & (wanted > 0)
-    streamed_num = tl.sum(streamed.to(tl.int32), axis=0)
-    left = tl.where(streamed, -1, key)
-    largest_left = tl.max(left, axis=0)
-    divided = absent & (left == largest_left) & (largest_left >= 0) & (divided_rows > 0)
-    divided_num = tl.sum(divided.to(tl.int32), axis=0)
+    if MAY_MISS:
+        parts = tl.load(stream_parts + absent_num)
+        wanted = parts // PARTS
+        divided_rows = parts % PARTS * INTER // PARTS // _PART_ROWS * _PART_ROWS
+        # Most pairs first, then most appeal. Keys are unique, so exactly ``wanted`` of them reach the threshold.
+        key = tl.where(absent, pairs_of * EXPERTS_POW2 + rank, -1)
+        threshold = 0
+        for bit in tl.static_range(KEY_BITS):
+            candidate = threshold + (1 << (KEY_BITS - 1 - bit))
+            reached = tl.sum((key >= candidate).to(tl.int32), axis=0)
+            threshold = tl.where(reached >= wanted, candidate, threshold)
+        streamed = absent & (key >= threshold) & (wanted > 0)
+        streamed_num = tl.sum(streamed.to(tl.int32), axis=0)
+        left = tl.where(streamed, -1, key)
+        largest_left = tl.max(left, axis=0)
+        divided = absent & (left == largest_left) & (largest_left >= 0) & (divided_rows > 0)
+        divided_num = tl.sum(divided.to(tl.int32), axis=0)
+    else:
+        streamed, streamed_num = absent, absent_num
+        divided, divided_num, divided_rows = absent, absent_num, absent_num
     resident_num = tl.sum(resident.to(tl.int32), axis=0)
     crossing_num = streamed_num + divided_num
     on_gpu = resident | streamed | divided
@@ -189,15 +194,16 @@ def dispatch_kernel(
     tl.store(box_request + 5, tl.where(divided_num > 0, divided_rows, 0))
     tl.store(box_ids + pair, tl.where(routed, chosen, -1), mask=real)
     tl.store(box_weights + pair, tl.load(weights + pair, mask=real).to(tl.float32), mask=real)
-    if on_cpu > 0:
-        tl.store(box_cpu_ids + pair, tl.where(pair_on_cpu, chosen, -1), mask=real)
-        for first in range(0, TOKENS * HIDDEN, COPY_BLOCK):
-            element = first + tl.arange(0, COPY_BLOCK)
-            inside = element < count_rows * HIDDEN
-            tl.store(box_hidden + element, tl.load(hidden + element, mask=inside), mask=inside)
-        publish(box_request, count_rows, TIMED)
-    else:
-        # Nobody else will answer this layer's wait.
-        publish(box_done, 1, TIMED)
+    if MAY_MISS:
+        if on_cpu > 0:
+            tl.store(box_cpu_ids + pair, tl.where(pair_on_cpu, chosen, -1), mask=real)
+            for first in range(0, TOKENS * HIDDEN, COPY_BLOCK):
+                element = first + tl.arange(0, COPY_BLOCK)
+                inside = element < count_rows * HIDDEN
+                tl.store(box_hidden + element, tl.load(hidden + element, mask=inside), mask=inside)
+            publish(box_request, count_rows, TIMED)
+        else:
+            # Nobody else will answer this layer's wait.
+            publish(box_done, 1, TIMED)
     if TIMED:
         tl.store(spans, globaltimer())
