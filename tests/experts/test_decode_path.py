@@ -264,3 +264,14 @@ def test_nobody_waits_for_a_layer_whose_experts_all_have_slots(monkeypatch):
         assert waits == []
         assert not steps.path.mailboxes.done.any()
         assert manager.counters.total().hits == 4
+
+
+@pytest.mark.parametrize(("slots", "armed"), [(10, 0), (9, 1)])
+def test_the_engine_looks_for_requests_only_where_some_may_come(monkeypatch, slots, armed):
+    calls = []
+    with decode(FORMATS["bf16"], 10, slots, 1, 4) as (_, steps):
+        monkeypatch.setattr(steps.path.mailboxes, "arm", lambda: calls.append(1))
+        steps.begin(1)
+        steps.enqueued()
+        steps.finish(learn=False)
+    assert len(calls) == armed

@@ -124,6 +124,11 @@ class DecodePath:
         """
         self._table.publish(rows, stream_parts, offers)
 
+    @property
+    def may_miss(self) -> bool:
+        """Whether any layer does, and so may post requests."""
+        return any(self._may_miss(layer) for layer in range(len(self._store)))
+
     def _may_miss(self, layer: int) -> bool:
         """A layer with a slot for each expert is filled before the first step and stays so."""
         return len(self._slots[layer]) < self._store.num_experts[layer]

@@ -32,12 +32,13 @@ class StepPart:
         self.spans = path.lane_spans.numpy()
 
     def begin(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
-        """See ``DecodePath.begin_step``; the CPU engine looks for requests from here on."""
+        """See ``DecodePath.begin_step``; from here on the CPU engine looks for requests, if any can come."""
         self.rows = rows
         # Also of layers that the step leaves out.
         self.landed[:] = ABSENT
         self.path.begin_step(rows, stream_parts, offers)
-        self.path.mailboxes.arm()
+        if self.path.may_miss:
+            self.path.mailboxes.arm()
 
     def failure(self) -> EngineError | None:
         """The first one since the last call, and no longer."""
