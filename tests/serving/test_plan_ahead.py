@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from greenroom.errors import EngineError
+from greenroom.kv.base import Transfers
 from greenroom.serving.loop import EngineLoop
 from greenroom.serving.requests import FinishReason, SamplingParams
 from greenroom.serving.scheduler import Scheduler, SchedulerLimits
@@ -16,6 +17,7 @@ from tests.reference.slow_runner import SlowOffload, SlowRunner
 from tests.reference.tokenizer import VOCAB, make_tokenizer
 from tests.serving.drive import Allow, Listener, accepted, alone
 from tests.serving.test_loop import params, prompts
+from tests.serving.test_scheduler import Offload
 
 TOKENIZER = make_tokenizer()
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -246,3 +248,24 @@ class TestScheduler:
         scheduler, _ = self.make()
         scheduler.add(Sequence(1, [*range(50, 70)]), 30)
         assert scheduler.plan_ahead(scheduler.plan()) is None
+
+    def test_a_sequence_that_has_been_loaded_joins(self) -> None:
+        offload = Offload()
+        scheduler = Scheduler(SchedulerLimits(4, 20, 4, 16, True), lambda *_: None, offload)
+        decoding, loaded = Sequence(0, [*range(3)]), Sequence(1, [*range(50, 59)])
+        scheduler.add(decoding, 20)
+        self.go_on(scheduler, scheduler.plan())
+        offload.has = 2
+        scheduler.add(loaded, 20)
+        planned = scheduler.plan()
+        assert scheduler.loading == [loaded]
+        ahead = scheduler.plan_ahead(planned)
+        assert ahead is not None
+        self.go_on(scheduler, planned)
+        offload.ended = Transfers(done=(0,))
+        assert [item.sequence for item in scheduler.plan()] == [decoding, loaded]
+
+    def go_on(self, scheduler, planned) -> None:
+        scheduler.passed(planned)
+        for item in planned:
+            scheduler.append(item.sequence, 9)

@@ -48,8 +48,8 @@ class BatchRunner(Protocol):
             meanwhile: called once if the pass goes well: while the device computes, or where the pass needs the host,
                 before it. It must not raise.
             behind: called once if the pass goes well, after ``meanwhile``, with what will be returned: as soon as the
-                pass has been enqueued, so that it can enqueue what the pass's end is waited for with. It must not
-                wait for the device, nor raise.
+                pass has been enqueued, to enqueue what comes behind it, which this call does not wait for. It must
+                neither wait for the device nor raise.
 
         Returns:
             [len(chunks), vocabulary] on the device: logits behind each chunk's last token, until the next call.

@@ -88,7 +88,8 @@ class HostlessSteps:
             rows: tokens that are no padding; they come first.
             learn: False for warm-up passes: nothing is counted.
             second_rows: of a step of two halves, the second one's; ``rows`` are then the first one's.
-            meanwhile: called while the device works, once all of the step has been enqueued.
+            meanwhile: called while the device works, once all of the step has been enqueued. What it enqueues itself
+                is not waited for.
 
         Raises:
             EngineError: the CPU engine failed, and another step may be run. Or the step did not end in time:
@@ -101,6 +102,7 @@ class HostlessSteps:
         try:
             work()
             steps.enqueued()
+            self._mark_end()
             if meanwhile is not None:
                 meanwhile()
             self._wait()
@@ -195,19 +197,21 @@ class HostlessSteps:
             if side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(side)
 
+    def _mark_end(self) -> None:
+        """The step ends here, whatever is enqueued behind it."""
+        if self._end is not None:
+            self._end.record(torch.cuda.current_stream(self._device))
+
     def _wait(self) -> None:
-        """Until the device has done what was enqueued.
+        """Until the device has come to the step's end.
 
         Raises:
             TimeoutError: it takes too long.
         """
-        if self._device.type != "cuda":
+        if self._end is None:
             return
-        event = self._end
-        assert event is not None
-        event.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + self._watchdog_s
-        while not event.query():
+        while not self._end.query():
             if time.monotonic() > deadline:
                 raise TimeoutError
 
