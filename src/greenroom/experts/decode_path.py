@@ -45,6 +45,7 @@ class DecodePath:
         mailboxes: those that it posts to.
         places: cache slots a layer that experts may land in, in a step.
         timed: whether the device has a clock that kernels can read.
+        may_miss: whether a layer may have experts without a slot, and so ask something of the CPU engine.
         wait_limit_s: seconds that a layer waits for the CPU engine on a CPU device, where waiting blocks.
         lane_spans: int64 [layers, 8] in host memory, written by the device: nanoseconds of the device's clock
             at the end of dispatch, at the end of the last expert read over PCIe (older if there was none), and
@@ -90,13 +91,15 @@ class DecodePath:
         self._entry_rows = torch.zeros(entries, dtype=torch.int32, device=device)
         self._entry_num = torch.zeros(3, dtype=torch.int32, device=device)
         largest = max(fmt.block_bytes for fmt in store.formats)
-        absent = any(len(held) < count for held, count in zip(slots, store.num_experts, strict=True))
-        self._fetch_slots = count_fetch_slots(largest, entries) if absent else 1
+        self.may_miss = any(self._may_miss(layer) for layer in range(len(store)))
+        self._fetch_slots = count_fetch_slots(largest, entries) if self.may_miss else 1
         self._fetch_source = torch.zeros(self._fetch_slots, dtype=torch.int64, device=device)
         self._fetch_target = torch.zeros(self._fetch_slots, dtype=torch.int64, device=device)
         self.places = self._count_places(places)
         self._leading = top_k if cache_topk is None else min(cache_topk, top_k)
-        self._fetched = torch.empty(self._fetch_slots * largest if absent else 0, dtype=torch.uint8, device=device)
+        self._fetched = torch.empty(
+            self._fetch_slots * largest if self.may_miss else 0, dtype=torch.uint8, device=device
+        )
         self._fetch_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._gpu_ids = torch.zeros(pairs, dtype=torch.int32, device=device)
         self._cpu_num = torch.zeros(1, dtype=torch.int32, device=device)
@@ -123,11 +126,6 @@ class DecodePath:
             offers: cache slots for experts to land in; of each layer the first ``places``.
         """
         self._table.publish(rows, stream_parts, offers)
-
-    @property
-    def may_miss(self) -> bool:
-        """Whether any layer does, and so may post requests."""
-        return any(self._may_miss(layer) for layer in range(len(self._store)))
 
     def _may_miss(self, layer: int) -> bool:
         """A layer with a slot for each expert is filled before the first step and stays so."""
