@@ -138,7 +138,7 @@ def test_choices_that_cannot_be_enqueued_end_the_pass_and_not_the_runner(loop, m
     own, ran = loop._runner.run, []
     loop._runner.run = lambda *args: ran.append(own(*args))  # with nothing raised
     with monkeypatch.context() as patch:
-        patch.setattr("greenroom.serving.loop.begin", no_memory)
+        patch.setattr("greenroom.serving.draft.begin", no_memory)
         loop.step()
     assert len(ran) == 1
     assert "a forward pass failed: OutOfMemoryError('no memory')" in str(listener.last.error)

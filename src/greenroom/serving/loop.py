@@ -4,18 +4,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from greenroom.engine.batch import BatchRunner, SequenceChunk
 from greenroom.errors import EngineError, GreenroomError
 from greenroom.kv.base import KVOffload
-from greenroom.serving.draw import to_device
+from greenroom.serving.draft import Draft
 from greenroom.serving.live import Accepted, LiveRequest
 from greenroom.serving.planned import Planned
 from greenroom.serving.requests import EngineStats, Failed, FinishReason
-from greenroom.serving.sampling import Choice, Choosing, Row, begin
+from greenroom.serving.sampling import Choice
 from greenroom.serving.scheduler import Scheduler, SchedulerLimits
 
 _FAILURES_IN_A_ROW = 3
@@ -30,22 +29,6 @@ class _Counts:
     cached_tokens: int = 0
     steps: int = 0
     step_seconds: float = 0.0
-
-
-@dataclass
-class _Draft:
-    """What comes together while a pass runs.
-
-    live, rows, places: who samples, how, and its place in the pass. failed: could not say how.
-    choosing: the choices, enqueued. problem: why they are not.
-    """
-
-    live: list[LiveRequest] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    failed: list[tuple[LiveRequest, GreenroomError]] = field(default_factory=list)
-    choosing: Choosing | None = None
-    problem: Exception | None = None
 
 
 class EngineLoop:
@@ -193,44 +176,28 @@ class EngineLoop:
         self, planned: list[Planned], meanwhile: Callable[[], None] | None
     ) -> tuple[list[tuple[LiveRequest, Choice]], list[tuple[LiveRequest, GreenroomError]]]:
         """A forward pass and the choices behind it; besides, requests whose constraints failed meanwhile."""
-        draft = _Draft()
+        draft, problems = Draft(planned), []
 
         def during() -> None:
             """While the device computes, clients get the tokens of the pass before, and constraints think."""
             self._deliver()
-            self._describe(planned, draft)
+            draft.describe(self._live, self._vocabulary)
             if meanwhile is not None:
                 meanwhile()
 
         def behind(logits: torch.Tensor) -> None:
             """Still before the pass ends: the choices behind it are enqueued, and the next one is planned."""
             try:
-                if draft.rows:
-                    draft.choosing = begin(_rows_at(logits, draft.places, len(planned)), draft.rows)
+                draft.begin(logits)
                 if not draft.failed:
                     self._work_ahead(planned)
             except Exception as error:  # the pass must not end with it
-                draft.problem = error
+                problems.append(error)
 
         self._runner.run(self._chunks(planned), during, behind)
-        if draft.problem is not None:
-            raise draft.problem
-        choices = draft.choosing.result() if draft.choosing is not None else []
-        return [*zip(draft.live, choices, strict=True)], draft.failed
-
-    def _describe(self, planned: list[Planned], draft: "_Draft") -> None:
-        """What sampling needs to know of those that sample."""
-        for place, item in enumerate(planned):
-            if not item.samples:
-                continue
-            live = self._live[item.sequence.order]
-            try:
-                draft.rows.append(live.row(self._vocabulary))
-            except GreenroomError as error:
-                draft.failed.append((live, error))
-                continue
-            draft.places.append(place)
-            draft.live.append(live)
+        for problem in problems:
+            raise problem
+        return draft.result(), draft.failed
 
     def _work_ahead(self, planned: list[Planned]) -> None:
         """Makes the next pass ready, in case that all of this one go on and nobody comes."""
@@ -297,8 +264,3 @@ class EngineLoop:
         self.scheduler.finish(live.sequence)
         del self._live[live.request_id]
         self._ended.append(live.request_id)
-
-
-def _rows_at(logits: torch.Tensor, places: list[int], count: int) -> torch.Tensor:
-    """Those of a pass's ``count`` rows."""
-    return logits if len(places) == count else logits.index_select(0, to_device(np.array(places), logits.device))

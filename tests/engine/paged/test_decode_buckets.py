@@ -218,6 +218,29 @@ def test_what_is_expected_has_to_be_right_all_the_same(mixtral):
         runner.close()
 
 
+def test_a_pass_whose_logits_cannot_be_gathered_does_not_end_the_runner(mixtral, monkeypatch):
+    stock, folder = mixtral
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        runner, behind = make(model), []
+        own, failures = runner._decode._logits_of, [torch.OutOfMemoryError("full")]
+
+        def gathered(ready):
+            if failures:
+                raise failures.pop()
+            return own(ready)
+
+        monkeypatch.setattr(runner._decode, "_logits_of", gathered)
+        logits = runner.run([SequenceChunk([5, 6], 0, [0])], None, behind.append)
+        assert behind[0] is logits
+        failures += [torch.OutOfMemoryError("full")] * 2
+        with pytest.raises(EngineError, match="no memory left for a pass of 2 tokens"):
+            runner.run([SequenceChunk([5, 6], 0, [0])], None, behind.append)
+        assert len(behind) == 1
+        traffic = Traffic(runner, stock, seed=16)
+        traffic.run([(traffic.begin(2), 2)])
+        runner.close()
+
+
 def test_padding_is_routed_nowhere_and_counts_follow(mixtral):
     stock, folder = mixtral
     with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -170,7 +169,10 @@ class DecodeBuckets:
             nonlocal logits
             if meanwhile is not None:
                 meanwhile()
-            logits = self._logits_of(ready)
+            try:
+                logits = self._logits_of(ready)
+            except torch.OutOfMemoryError:
+                return  # the pass must not be given up for that
             if behind is not None:
                 behind(logits)
 
@@ -178,7 +180,10 @@ class DecodeBuckets:
         self._run(work, division, meanwhile=enqueued)
         if ready.may_halve and self._dbo.took(bucket.layout.rows, self._clock() - started):
             self._settle(bucket)
-        assert logits is not None
+        if logits is None:
+            logits = self._logits_of(ready)
+            if behind is not None:
+                behind(logits)
         return logits
 
     def close(self) -> None:
@@ -209,7 +214,7 @@ class DecodeBuckets:
                 raise
 
     def _prepare(self, bucket: _Bucket, division: Division) -> None:
-        self._inputs.send(self._inputs.fill(bucket.layout, _padding(self._cache), division))
+        self._inputs.send(self._inputs.fill(bucket.layout, self._inputs.padding(), division))
         self._make_graph(bucket, division)
 
     def _run(
@@ -286,19 +291,3 @@ class DecodeBuckets:
         # Page-locked, since a copy from other memory might wait for the pass.
         last = last.pin_memory() if logits.device.type == "cuda" else last
         return logits[last.to(logits.device, non_blocking=True)]
-
-
-def _padding(cache: PagedCache) -> Packing:
-    """One token that nobody asked for."""
-    nothing = np.zeros(0, dtype=np.int64)
-    return Packing(
-        ids=np.zeros(1, dtype=np.int64),
-        positions=np.zeros(1, dtype=np.int64),
-        slots=np.array([cache.scratch * cache.block_size]),
-        last=np.zeros(1, dtype=np.int64),
-        singles=1,
-        lengths=np.ones(1, dtype=np.int64),
-        tables=np.array([[cache.scratch]]),
-        gather=nothing,
-        spans=(),
-    )

@@ -101,6 +101,21 @@ class DecodeInputs:
         whole, first, second = (self._rows(rows, *part) for part in ((0, rows), (0, half), (half, rows)))
         return Layout(rows, whole, (first, second))
 
+    def padding(self) -> Packing:
+        """One token that nobody asked for."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return Packing(
+            ids=np.zeros(1, dtype=np.int64),
+            positions=np.zeros(1, dtype=np.int64),
+            slots=np.array([self._cache.scratch * self._cache.block_size]),
+            last=np.zeros(1, dtype=np.int64),
+            singles=1,
+            lengths=np.ones(1, dtype=np.int64),
+            tables=np.array([[self._cache.scratch]]),
+            gather=nothing,
+            spans=(),
+        )
+
     def fill(self, layout: Layout, packing: Packing, division: Division) -> Staged:
         """Fills a twin; rows without a token get padding. One pass may run, and no more.
 
