@@ -60,6 +60,14 @@ ANCHORS = {
     "H100, prompt of 3900, fast lanes": Anchor(h100(86, 46), 16111, 3900),
     "H100, prompt of 8192": Anchor(h100(76, 49.1), 28423, 8192),
     "H200, one sequence": Anchor(h200(88.2, 46.4), 135.3),
+    "H200, one sequence, slower steps": Anchor(h200(90.6, 47.4), 123.1),
+    "H200, 16 sequences": Anchor(h200(89.6, 47.4), 235.0, 16, 16),
+    "H200, everything cached": Anchor(h200(83.4, 49.1), 726.3, cached=128),
+    "H200, everything cached, in a server": Anchor(h200(81.3, 46.4), 661.8, cached=128),
+    "H200, trace, 69% hits": Anchor(h200(81.0, 47.4), 292.9, cached=32, hit_rate=0.69, top_k=6),
+    "H200, prompt of 512": Anchor(h200(84.3, 47.6), 4141, 512),
+    "H200, prompt of 2048, in a server": Anchor(h200(81.3, 46.4), 10957, 2048),
+    "H200, prompt of 3900": Anchor(h200(93.9, 49.2), 17688, 3900),
     "H200, one of four layers' attention": Anchor(
         h200(88.2, 46.4), 102.8, weights=ATTENTION | {"weights_offload_group_size": 4}
     ),
