@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.mailbox import Mailboxes
+from greenroom.experts.native import Isa
 from greenroom.experts.store import HostStore
 from tests.reference.expert_math import moe_float64
 from tests.reference.posting_device import PostingDevice

@@ -12,12 +12,13 @@ import torch
 from greenroom import hardware
 from greenroom.errors import EngineError
 from greenroom.experts.admission import count_pairs
-from greenroom.experts.cpu import CpuExperts, Isa, Ticket
+from greenroom.experts.cpu import CpuExperts, Ticket
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
 from greenroom.experts.dispatch import CostModel
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.manager import OffloadManager
+from greenroom.experts.native import Isa
 from greenroom.experts.policies import make_policy
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.store import HostStore

@@ -171,8 +171,8 @@ class Stage:
     def _check_slots(self, layer: int) -> None:
         """What the layer's kernels have written, they have not read, and no copy was writing either."""
         path, versions = self.steps.path, self.manager.cache.version[layer]
-        entries, crossing, copied = path._entry_num.tolist()
-        read = {self._slot_at(layer, int(address)) for address in path._entry_address[crossing:entries]}
+        entries, crossing, copied = path._buffers.entry_num.tolist()
+        read = {self._slot_at(layer, int(address)) for address in path._buffers.entry_address[crossing:entries]}
         targets = [self._slot_at(layer, int(address)) for address in path._fetch_target[:copied]]
         written = [slot for slot in targets if slot is not None]
         self.landed += len(written)

@@ -284,7 +284,7 @@ def test_the_device_lands_what_the_rules_say(tokens, top_k, parts):
             expected = play(counts > 0, streamed, offers)
             path = steps.path
             assert path.mailboxes.request[0, 6 : 6 + path.places].tolist() == expected, number
-            assert [int(e) for e in path._entry_expert[: len([e for e in expected if e >= 0])].cpu()] == sorted(
+            assert [int(e) for e in path._buffers.entry_expert[: len([e for e in expected if e >= 0])].cpu()] == sorted(
                 e for e in expected if e >= 0
             )
             for place, expert in zip(offers.places[0], expected, strict=True):

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from greenroom.experts.cpu import Isa, supported_isas
 from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.native import Isa, supported_isas
 from tests.experts.stage import EXPERTS, SILU, SLOW, SMALL, WIDE, Stage
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -2,9 +2,10 @@
 
 import torch
 
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.host_tier import HostTier
+from greenroom.experts.native import Isa
 from greenroom.experts.probe import cpu_rates
 from greenroom.experts.store import HostStore
 

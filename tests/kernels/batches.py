@@ -4,8 +4,9 @@ import math
 
 import torch
 
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.native import Isa
 from tests.kernels.reference import Experts, expert_outputs, first_rows_outputs
 
 SILU = Activation(ActivationKind.SILU)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from greenroom.experts.cpu import Isa, supported_isas
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.native import Isa, supported_isas
 from tests.kernels.batches import SILU, Batch, Engines
 from tests.kernels.reference import Experts, activate, expert_outputs
 
@@ -216,7 +216,8 @@ def test_a_divided_experts_first_rows_do_not_matter(
 _PROTECTED_ROWS = """
 import ctypes, mmap
 import numpy as np, torch
-from greenroom.experts.cpu import CpuExperts, supported_isas
+from greenroom.experts.cpu import CpuExperts
+from greenroom.experts.native import supported_isas
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 
 PAGE = mmap.PAGESIZE

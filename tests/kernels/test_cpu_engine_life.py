@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from greenroom.errors import ConfigError, EngineError
-from greenroom.experts.cpu import CpuExperts, Ending, Isa, supported_isas
+from greenroom.experts.cpu import CpuExperts, Ending
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.native import Isa, supported_isas
 from tests.kernels.batches import SILU, Batch, Engines
 from tests.reference.native_threads import engine_tasks
 
@@ -55,7 +56,8 @@ def test_errors_reach_the_caller(engines: Engines) -> None:
 _OUT_OF_MEMORY = """
 import resource
 import numpy as np, torch
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
+from greenroom.experts.native import Isa
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 
 fmt = ExpertFormat(16, 65536, torch.bfloat16, Activation(ActivationKind.SILU))

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from greenroom.experts.cpu import Isa, native_format
 from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.native import Isa, native_format
 from greenroom.kernels.cpu.library import NativeFormat, NativeJob, NativeMailbox, last_error, load_library
 from tests.kernels.batches import SILU, Batch
 

@@ -10,8 +10,9 @@ import torch
 from greenroom import hardware
 from greenroom.bench.result import BenchResult, gpu_name
 from greenroom.bench.synthetic import fill_with_noise
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.native import Isa
 from greenroom.experts.store import HostStore
 
 _FORMAT = ExpertFormat(2048, 768, torch.bfloat16, Activation(ActivationKind.SILU))

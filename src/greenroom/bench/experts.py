@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from greenroom.bench.result import BenchResult
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat, ExpertViews
+from greenroom.experts.native import Isa
 from greenroom.experts.store import HostStore
 from greenroom.hardware import engine_cores
 

@@ -16,13 +16,14 @@ from greenroom import hardware
 from greenroom.bench.result import LayersResult, gpu_name
 from greenroom.bench.synthetic import fill_with_noise
 from greenroom.errors import ConfigError, EngineError
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.dispatch import CostModel
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.host_tier import HostTier
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager
+from greenroom.experts.native import Isa
 from greenroom.experts.policies import make_policy
 from greenroom.experts.split import SplitController
 from greenroom.experts.store import HostStore

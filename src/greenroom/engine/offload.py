@@ -17,10 +17,11 @@ from greenroom.engine.held_memory import DeviceMemory, HeldMemory
 from greenroom.engine.spec import ModelSpec
 from greenroom.errors import ConfigError
 from greenroom.experts.counters import OffloadStats
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.host_tier import HostTier
 from greenroom.experts.manager import OffloadManager
+from greenroom.experts.native import Isa
 from greenroom.experts.policies import Policy, make_policy
 from greenroom.experts.sizing import MemoryPlan, miss_expert_num, plan_memory
 from greenroom.experts.store import HostStore

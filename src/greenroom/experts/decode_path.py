@@ -24,7 +24,7 @@ import triton
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
-from greenroom.experts.sizing import count_fetch_slots
+from greenroom.experts.path_buffers import PathBuffers
 from greenroom.experts.step_table import StepTable
 from greenroom.experts.store import HostStore
 from greenroom.kernels.gpu.combine import combine_kernel
@@ -83,38 +83,18 @@ class DecodePath:
         self._slot_of = slot_of
         self.mailboxes = mailboxes
         self._host_base = [int(store.addresses(layer)[0]) for layer in range(len(store))]
-        pairs = max_tokens * top_k
-        entries = min(max(store.num_experts), pairs)
-        hidden, inter = max(f.hidden for f in store.formats), max(f.inter for f in store.formats)
-        self._entry_address = torch.zeros(entries, dtype=torch.int64, device=device)
-        self._entry_expert = torch.zeros(entries, dtype=torch.int32, device=device)
-        self._entry_rows = torch.zeros(entries, dtype=torch.int32, device=device)
-        self._entry_num = torch.zeros(3, dtype=torch.int32, device=device)
-        largest = max(fmt.block_bytes for fmt in store.formats)
         self.may_miss = any(self._may_miss(layer) for layer in range(len(store)))
-        self._fetch_slots = count_fetch_slots(largest, entries) if self.may_miss else 1
-        self._fetch_source = torch.zeros(self._fetch_slots, dtype=torch.int64, device=device)
-        self._fetch_target = torch.zeros(self._fetch_slots, dtype=torch.int64, device=device)
+        self._buffers = PathBuffers.of(store, max_tokens, top_k, self.may_miss, device)
+        self.lane_spans = self._buffers.lane_spans
         self.places = self._count_places(places)
         self._leading = top_k if cache_topk is None else min(cache_topk, top_k)
-        self._fetched = torch.empty(
-            self._fetch_slots * largest if self.may_miss else 0, dtype=torch.uint8, device=device
-        )
         self._fetch_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._gpu_ids = torch.zeros(pairs, dtype=torch.int32, device=device)
-        self._cpu_num = torch.zeros(1, dtype=torch.int32, device=device)
-        self._act = torch.zeros(entries * max_tokens * inter, dtype=store.formats[0].dtype, device=device)
-        self._partial = torch.zeros(pairs * hidden, dtype=torch.float32, device=device)
-        pin = device.type == "cuda"
         self._table = StepTable(store.num_experts, self.places, device)
-        # Of each layer: end of dispatch, end of the experts read over PCIe, begin of combine.
-        self._spans = torch.zeros(len(store), 4, dtype=torch.int64, device=device)
-        self.lane_spans = torch.zeros(len(store), 8, dtype=torch.int64, pin_memory=pin)
 
     @property
     def device_bytes(self) -> int:
         """Of buffers for experts and their activations."""
-        return sum(t.numel() * t.element_size() for t in (self._fetched, self._act, self._partial))
+        return self._buffers.nbytes
 
     def begin_step(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
         """Enqueues what the step's kernels need to know. The copy of the step before must have been made.
@@ -137,7 +117,7 @@ class DecodePath:
     def _count_places(self, wanted: int) -> int:
         """Of ``wanted`` as many as there are slots in any layer, and as experts that a step copies."""
         slots = [len(held) for layer, held in enumerate(self._slots) if self._may_land(layer)]
-        return min(wanted, self._fetch_slots, max(slots, default=0))
+        return min(wanted, self._buffers.fetch_slots, max(slots, default=0))
 
     def run(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Enqueues one layer.
@@ -177,31 +157,31 @@ class DecodePath:
             self._table.stream_parts,
             self._table.appeal[layer],
             self._table.places[layer],
-            self._entry_address,
-            self._entry_expert,
-            self._entry_rows,
-            self._entry_num,
-            self._fetch_source,
-            self._fetch_target,
-            self._gpu_ids,
-            self._cpu_num,
+            self._buffers.entry_address,
+            self._buffers.entry_expert,
+            self._buffers.entry_rows,
+            self._buffers.entry_num,
+            self._buffers.fetch_source,
+            self._buffers.fetch_target,
+            self._buffers.gpu_ids,
+            self._buffers.cpu_num,
             box.hidden[layer],
             box.ids[layer],
             box.cpu_ids[layer],
             box.weights[layer],
             box.request[layer],
             box.done[layer],
-            self._spans[layer],
+            self._buffers.spans[layer],
             self._slots[layer].data_ptr(),
             self._host_base[layer],
-            self._fetched.data_ptr(),
+            self._buffers.fetched.data_ptr(),
             fmt.block_bytes,
             NUM_EXPERTS=num_experts,
             TOKENS=tokens,
             TOP_K=top_k,
             HIDDEN=fmt.hidden,
             INTER=fmt.inter,
-            FETCH_SLOTS=self._fetch_slots,
+            FETCH_SLOTS=self._buffers.fetch_slots,
             PLACES=places,
             MAY_MISS=self._may_miss(layer),
             LEADING=self._leading,
@@ -236,10 +216,10 @@ class DecodePath:
             self._compute(fmt, hidden, weights, tokens, layer, CROSSING)
 
     def _fetch(self, fmt: ExpertFormat) -> None:
-        fetch_kernel[(triton.cdiv(fmt.block_bytes, 4 * _FETCH_STRETCH), self._fetch_slots)](
-            self._fetch_source,
-            self._fetch_target,
-            self._entry_num,
+        fetch_kernel[(triton.cdiv(fmt.block_bytes, 4 * _FETCH_STRETCH), self._buffers.fetch_slots)](
+            self._buffers.fetch_source,
+            self._buffers.fetch_target,
+            self._buffers.entry_num,
             fmt.block_bytes,
             STRETCH=_FETCH_STRETCH,
             BLOCK=_FETCH_BLOCK,
@@ -260,11 +240,11 @@ class DecodePath:
             entries = min(entries, len(self._slots[layer]))
         (up_tiling, down_tiling), activation = choose_tilings(tokens), fmt.activation
         up_kernel[(triton.cdiv(fmt.inter, up_tiling.rows), entries)](
-            self._act,
+            self._buffers.act,
             hidden,
-            self._entry_address,
-            self._entry_rows,
-            self._entry_num,
+            self._buffers.entry_address,
+            self._buffers.entry_rows,
+            self._buffers.entry_num,
             up,
             up_bias,
             activation.alpha,
@@ -281,15 +261,15 @@ class DecodePath:
             **up_tiling.arguments(),
         )
         down_kernel[(triton.cdiv(fmt.hidden, down_tiling.rows), entries)](
-            self._partial,
-            self._act,
-            self._gpu_ids,
+            self._buffers.partial,
+            self._buffers.act,
+            self._buffers.gpu_ids,
             weights,
-            self._entry_address,
-            self._entry_expert,
-            self._entry_rows,
-            self._entry_num,
-            self._spans[layer],
+            self._buffers.entry_address,
+            self._buffers.entry_expert,
+            self._buffers.entry_rows,
+            self._buffers.entry_num,
+            self._buffers.spans[layer],
             down,
             down_bias,
             TOKENS=tokens,
@@ -309,13 +289,13 @@ class DecodePath:
         block = min(1024, triton.next_power_of_2(width))
         combine_kernel[(tokens, triton.cdiv(width, block))](
             out,
-            self._partial,
-            self._gpu_ids,
-            self._cpu_num,
+            self._buffers.partial,
+            self._buffers.gpu_ids,
+            self._buffers.cpu_num,
             self.mailboxes.out[layer],
             self.mailboxes.done[layer],
             self._table.rows,
-            self._spans[layer],
+            self._buffers.spans[layer],
             self.lane_spans[layer],
             TOP_K=self.top_k,
             HIDDEN=width,

@@ -11,7 +11,8 @@ from threading import Lock
 import torch
 
 from greenroom.errors import EngineError
-from greenroom.experts.cpu import CpuExperts, native_format
+from greenroom.experts.cpu import CpuExperts
+from greenroom.experts.native import native_format
 from greenroom.experts.store import HostStore
 from greenroom.kernels.cpu.library import NativeJob, NativeMailbox, last_error, load_library
 

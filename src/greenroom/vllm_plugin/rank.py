@@ -10,10 +10,11 @@ import torch
 
 from greenroom import hardware
 from greenroom.errors import ConfigError
-from greenroom.experts.cpu import CpuExperts, Isa
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.host_tier import HostTier
 from greenroom.experts.manager import OffloadManager
+from greenroom.experts.native import Isa
 from greenroom.experts.policies import make_policy
 from greenroom.experts.sizing import miss_expert_num
 from greenroom.experts.store import HostStore

@@ -22,7 +22,10 @@ class StepDriver:
     Attributes:
         rows: tokens of the batch that come from requests; None while vLLM profiles, warms up or captures. Such steps
             touch no statistics.
+        counts: whether steps change the counters.
     """
+
+    counts = True
 
     def __init__(self, experts: RankExperts) -> None:
         assert experts.manager is not None
@@ -88,6 +91,8 @@ def _count_tokens(kwargs: dict[str, Any]) -> int:
 
 class NoSteps(StepDriver):
     """For a model whose layers have nothing to decide: its calls are left alone."""
+
+    counts = False
 
     def attach(self, model: torch.nn.Module) -> None:
         pass

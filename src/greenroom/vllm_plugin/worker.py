@@ -71,7 +71,7 @@ class OffloadMixin:
         assert self.steps is not None
         with self.steps.counted(scheduler_output.total_num_scheduled_tokens):
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        if self.counter_file is not None:
+        if self.counter_file is not None and self.steps.counts:
             self.counter_file.publish(self.steps.manager.counters)
         return output
 
