@@ -1,5 +1,6 @@
 """generate through a runner: the tokens of transformers' own loop, whatever samples and stops them."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -260,6 +261,18 @@ def test_models_whose_forward_needs_the_host(monkeypatch):
         patch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
         assert why_not_captured(model) == "decode graphs need sdpa attention, not flash_attention_2"
     assert why_not_captured(model) is None
+
+
+def test_a_gpu_cannot_read_what_is_not_page_locked():
+    with saved_family("mixtral") as (_, folder), offloaded(folder, device="cpu") as model:
+        offload = offload_of(model)
+        object.__setattr__(offload, "device", torch.device("cuda"))  # whose store would be locked
+        try:
+            assert "memory that is not page-locked (pin_memory is off)" in can_run_graph(model)
+            offload.manager.store._layers = [dataclasses.replace(x, locked=True) for x in offload.manager.store._layers]
+            assert can_run_graph(model) is None
+        finally:
+            object.__setattr__(offload, "device", torch.device("cpu"))
 
 
 def test_models_of_others_and_models_on_the_cpu():

@@ -252,3 +252,14 @@ def test_device_memory_is_as_planned(folder):
         # The caching allocator rounds each tensor up to 512 bytes.
         assert plan.device_bytes <= used <= plan.device_bytes * 1.2 + 200_000
         assert greenroom.stats(model).page_locked
+
+
+def test_a_loaded_model_can_be_compiled(folder):
+    """Experts and the hooks around steps stay out of what is compiled."""
+    ids = torch.arange(3, 9)[None]
+    with offloaded(folder, cache_expert_num=2, device="cpu") as model:
+        expected = model(ids).logits
+        compiled = torch.compile(model, backend="eager")
+        torch.testing.assert_close(compiled(ids).logits, expected)
+        assert greenroom.stats(model).total.hits > 0
+        torch._dynamo.reset()

@@ -11,6 +11,7 @@ import pytest
 
 from greenroom.experts.admission import Admission
 from greenroom.experts.cache import ExpertCache, SlotWrite
+from greenroom.experts.counters import COUNTER_NAMES
 from greenroom.experts.dispatch import CostModel
 from greenroom.experts.landing import SLOT, Offers
 from greenroom.experts.manager import OffloadManager, StepRecord
@@ -48,10 +49,12 @@ class Player:
             for expert, block in enumerate(self.store.blocks(layer)):
                 block.fill_(16 * layer + expert)
         self.tier = WatchedTier(self.store, slots, SlowEngine(), 3)
-        self.manager = OffloadManager(self.store, self.tier, slots, make_policy(policy), TOP_K, 2, CostModel(0, 1, 1))
+        self.limit, costs = max(2, places), CostModel(0, 1, 1)
+        self.manager = OffloadManager(self.store, self.tier, slots, make_policy(policy), TOP_K, self.limit, costs)
         self.cache = self.manager.cache
         self.record: StepRecord | None = None
         self.landed = 0
+        self.lost = np.zeros(len(slots), dtype=np.int64)  # residents, by what landed in the last step
 
     def any_operation(self) -> None:
         kinds = [self.decode] * 6 + [self.prefill, self.learn, self.decode_apart, self.fail, self.fail_prefill]
@@ -78,7 +81,9 @@ class Player:
             self.manager.abandon_step()
             assert all(self.cache.expert_in[layer, slot] == ABSENT for layer, slot in offered)
             return
+        before = self.evictions()
         self.manager.take_landed(landed)
+        self.lost = self.evictions() - before
         self.manager.leave_step()
         self.check_landed(offers, landed, held)
         self.record = self.any_record(landing=True)
@@ -110,7 +115,13 @@ class Player:
     def learn(self) -> None:
         record, self.record = self.record, None
         if record is not None:
+            before = self.evictions()
             self.manager.learn(record)
+            lost = self.evictions() - before + (self.lost if record.landing else 0)
+            assert (lost <= self.limit).all(), "residents that one step costs a layer"
+
+    def evictions(self) -> np.ndarray:
+        return self.manager.counters.table()[:, COUNTER_NAMES.index("evictions")]
 
     def any_record(self, landing: bool) -> StepRecord:
         layers = len(self.cache.num_slots)

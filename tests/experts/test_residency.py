@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from greenroom.experts.dispatch import CostModel, LaneState, choose_ahead, choose_num_streamed, dispatch, mask_ids
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
-from greenroom.experts.residency import ABSENT, Swap, choose_swaps, most_wanted
+from greenroom.experts.residency import ABSENT, Swap, choose_swaps, most_wanted, within_limit
 
 FMT = ExpertFormat(64, 32, torch.bfloat16, Activation(ActivationKind.SILU))
 
@@ -193,3 +193,11 @@ def test_a_cost_model_needs_an_open_lane():
 def test_masked_ids_keep_only_the_chosen_experts():
     ids = np.array([[0, 1, 5], [-1, 3, 9]], dtype=np.int32)
     assert mask_ids(ids, np.array([1, 3]), 6).tolist() == [[-1, 1, -1], [-1, 3, -1]]
+
+
+def test_no_layer_loses_more_than_the_limit():
+    swaps = [(0, Swap(1, 0, 5)), (0, Swap(2, 1, 6)), (0, Swap(3, 2, ABSENT)), (1, Swap(1, 0, 4)), (2, Swap(1, 1, 4))]
+    assert within_limit(swaps, [], 2) == swaps
+    assert within_limit(swaps, [0], 2) == [swaps[0], *swaps[2:]]
+    assert within_limit(swaps, [0, 1, 1, 2], 2) == [swaps[0], swaps[2], swaps[4]]
+    assert within_limit(swaps, [0, 0], 0) == [swaps[2]]

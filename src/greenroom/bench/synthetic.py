@@ -76,7 +76,7 @@ def override_routing(model: PreTrainedModel, name: str) -> None:
     table = _uniform(len(layers), layers[0].num_experts) if name == "uniform" else _read_trace(Path(name), len(layers))
     router = _Replay(table)
     for number, module in enumerate(layers):
-        module.forward = _overridden(module, router, number)  # type: ignore[method-assign]
+        module.forward = _overridden(module, router, number)
 
 
 def _overridden(module: RoutedExperts, router: "_Replay", layer: int) -> Callable[..., torch.Tensor]:

@@ -21,6 +21,7 @@ class RoutedExperts(nn.Module):
         self.offloaded: OffloadedExperts | None = None
         self.top_k: int | None = None  # choices a token, known once the layer has run
 
+    @torch.compiler.disable  # the host decides where experts run, which cannot be traced
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden: [T, H] -> [T, H], as the family's own experts compute it."""
         if self.offloaded is None:
@@ -71,6 +72,7 @@ class _StepHooks:
         self._manager = manager
         self._owner: int | None = None
 
+    @torch.compiler.disable
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._manager.runs_without_host:
             return
@@ -81,6 +83,7 @@ class _StepHooks:
         self._manager.begin_step(_valid_rows(args, kwargs))
         self._owner = threading.get_ident()
 
+    @torch.compiler.disable
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         # This also runs behind an exception (without an output), and even where begin_step refused
         # because another thread's step is running: that one is not ours to close.

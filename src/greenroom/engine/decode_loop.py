@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from greenroom.engine.cache_argument import why_no_plain_cache
-from greenroom.engine.offload import offload_of
+from greenroom.engine.offload import Offload, offload_of
 from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,14 @@ def can_run_graph(model: PreTrainedModel) -> str | None:
         return str(error)
     if offload.device.type != "cuda":
         return "the model runs on the CPU, which has no graphs"
-    return why_not_captured(model)
+    return why_not_readable(offload) or why_not_captured(model)
+
+
+def why_not_readable(offload: Offload) -> str | None:
+    """Of a model on a GPU: None if the GPU can read experts by itself, otherwise why not."""
+    if offload.manager.store.locked:
+        return None
+    return "the GPU cannot read experts in memory that is not page-locked (pin_memory is off)"
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:

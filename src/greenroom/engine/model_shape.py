@@ -88,7 +88,7 @@ def probe_shape(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
         replace_experts(model, spec.layers)
         experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
         for module in experts:
-            module.forward = _Past(module)  # type: ignore[method-assign, assignment]
+            module.forward = _Past(module)
         cache = DynamicCache(config=model.config)
         ids = torch.zeros(1, 1, dtype=torch.long)
         try:

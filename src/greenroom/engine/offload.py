@@ -62,6 +62,8 @@ class Request:
         """
         policy = make_policy(config.policy, config.profile)
         isa, device, weights = Isa.parse(config.isa), choose_device(config.device), weights_config(config)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Triton launches kernels on the thread's current device
         return cls(config, policy, isa, device, weights, DeviceMemory.read(device))
 
     def plan(self, spec: ModelSpec, reserved_bytes: int = 0) -> MemoryPlan:

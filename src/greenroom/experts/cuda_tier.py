@@ -69,7 +69,7 @@ class CudaTier(DeviceTier):
         self._cpu_pace, self._copy_pace = Pace(), Pace()
         self._open: _OpenJob | None = None
         self._costs: CostModel | None = None
-        self._staging = Staging()
+        self._staging = Staging(device)
         self._write_stream = torch.cuda.Stream(device)
         self._step_end = torch.cuda.Event()
         self._map_published = torch.cuda.Event()

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import triton
 
+from greenroom.errors import ConfigError
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
@@ -71,8 +72,13 @@ class DecodePath:
             mailboxes: for this store, ``max_tokens`` and ``top_k``.
             places: cache slots a layer that ``begin_step`` may offer; 0 for none.
             cache_topk: only a token's so many heaviest choices may land; None for all.
+
+        Raises:
+            ConfigError: the device cannot read the store.
         """
         device = slot_of.device
+        if device.type == "cuda" and not store.locked:
+            raise ConfigError("a GPU cannot read experts in memory that is not page-locked; drop pin_memory=False")
         self.device = device
         self.timed = device.type == "cuda"
         self.wait_limit_s = CPU_LIMIT_S

@@ -16,7 +16,7 @@ from greenroom.experts.dispatch import CostModel, Dispatch
 from greenroom.experts.landing import MOST_PLACES, Offers
 from greenroom.experts.layer import OffloadedExperts, RunLayer
 from greenroom.experts.policies import Policy
-from greenroom.experts.residency import ABSENT, Swap, hold_back_replacements, most_wanted
+from greenroom.experts.residency import ABSENT, Swap, hold_back_replacements, most_wanted, within_limit
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier, HostRouting
 
@@ -97,6 +97,8 @@ class OffloadManager:
         self._valid_rows: np.ndarray | None = None
         self.runs_without_host = False
         self.places = min(update_expert_num, MOST_PLACES)
+        self._update_expert_num = update_expert_num
+        self._displaced: list[int] = []  # by what landed in the last step: layers, one entry a resident
         self._offers: Offers | None = None  # for the next step, chosen while this one runs
         self._offered_places = 0  # a layer, of the last step that was offered any
         self._preload()
@@ -197,7 +199,8 @@ class OffloadManager:
         Args:
             landed: int [layers, places], the expert in each place that was offered, ABSENT for none.
         """
-        self._count_landed(*self.cache.settle(landed))
+        entered, self._displaced = self.cache.settle(landed)
+        self._count_landed(entered, self._displaced)
 
     def _count_landed(self, entered: list[int], left: list[int]) -> None:
         """Layers, one entry an expert."""
@@ -261,6 +264,7 @@ class OffloadManager:
         under_way = int(self.cache.being_written().sum())
         swaps = self.admission.end_step(self.cache)
         if landing:
+            swaps = within_limit(swaps, self._displaced, self._update_expert_num)
             swaps = hold_back_replacements(swaps, _WRITES_BESIDE_LANDING - under_way)
         for layer, swap in most_wanted(swaps, self._most_writes - under_way):
             self._start(layer, swap)

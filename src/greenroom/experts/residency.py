@@ -1,5 +1,6 @@
 """Which experts enter the cache after a step, and for which they make room. Pure."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +82,23 @@ def hold_back_replacements(swaps: list[tuple[int, Swap]], room: int) -> list[tup
     """All swaps that fill free slots, and of the others the ``room`` that gain most."""
     fills = [swap for swap in swaps if swap[1].victim == ABSENT]
     return fills + most_wanted([swap for swap in swaps if swap[1].victim != ABSENT], room)
+
+
+def within_limit(swaps: list[tuple[int, Swap]], displaced: list[int], limit: int) -> list[tuple[int, Swap]]:
+    """Of a step's swaps those with which no layer loses more than ``limit`` residents to it; the first ones stay.
+
+    Args:
+        displaced: layers, one entry for each resident that has made room already.
+    """
+    lost = Counter(displaced)
+    kept = []
+    for layer, swap in swaps:
+        if swap.victim != ABSENT:
+            if lost[layer] >= limit:
+                continue
+            lost[layer] += 1
+        kept.append((layer, swap))
+    return kept
 
 
 def most_wanted(swaps: list[tuple[int, Swap]], room: int) -> list[tuple[int, Swap]]:

@@ -32,7 +32,8 @@ class Staging:
     waits for the device, so one set of buffers serves all layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
         self._mapped_out: torch.Tensor | None = None
         self._mapped_from: torch.Tensor | None = None
@@ -60,10 +61,10 @@ class Staging:
 
     @property
     def out_on_device(self) -> torch.Tensor:
-        """The same memory for kernels of the current device, which read it over PCIe."""
+        """The same memory for the device's kernels, which read it over PCIe."""
         out = self._buffers["out"]
         if self._mapped_out is None or self._mapped_from is not out:
-            self._mapped_out, self._mapped_from = torch.as_tensor(_Mapped(out), device="cuda"), out
+            self._mapped_out, self._mapped_from = torch.as_tensor(_Mapped(out), device=self._device), out
         return self._mapped_out[: self._tokens]
 
     def next_ending(self) -> Ending:

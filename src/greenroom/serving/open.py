@@ -81,7 +81,7 @@ def open_engine(
         stack.callback(runner.close)
         offload = None
         if kv_offload is not None:
-            offload = _open_offload(kv_offload, runner)
+            offload = _open_offload(kv_offload, runner, model)
             stack.callback(offload.close)
         reuse = False
         if isinstance(runner, PagedRunner):
@@ -95,9 +95,12 @@ def open_engine(
         return engine
 
 
-def _open_offload(config: KVOffloadConfig, runner: BatchRunner) -> HostKVOffload:
+def _open_offload(config: KVOffloadConfig, runner: BatchRunner, model: PreTrainedModel) -> HostKVOffload:
     if not isinstance(runner, PagedRunner):
         raise ConfigError("this model's cache is not made of blocks, so none can go to host memory; drop --kv-offload")
+    offload = offload_of(model)
+    if offload.device.type == "cuda" and not offload.config.pin_memory:
+        raise ConfigError("KV blocks in host memory are page-locked; drop --kv-offload or --no-pin-memory")
     return HostKVOffload(config, runner.kv_tensors)
 
 

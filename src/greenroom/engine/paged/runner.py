@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.dbo import DboPolicy
-from greenroom.engine.decode_loop import why_host_needed
+from greenroom.engine.decode_loop import why_host_needed, why_not_readable
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
@@ -188,7 +188,7 @@ class PagedRunner:
             return "the model runs on the CPU, which has no graphs"
         if kept.kept is Kept.OTHER:
             return f"attention of {type(self._model).__name__} reads something else than what is cached"
-        return why_host_needed(self._model)
+        return why_not_readable(offload_of(self._model)) or why_host_needed(self._model)
 
     def _why_no_halves(self, mode: str, hostless: bool) -> str | None:
         if not hostless:
