@@ -64,7 +64,7 @@ def main() -> None:
     for slots in (experts // 8, experts // 4, experts // 2):
         for topk in (2, steps[0][0].shape[1]):
             for limit in (2, experts):
-                for name in ("lru", "lfu", "lfru", "static"):
+                for name in ("lru", "lfu", "lfru", "first-come"):
                     result = replay(steps, experts, layers, slots, make_policy(name), topk, limit)
                     report(name, slots, topk, limit, result, len(steps) * layers)
         report("belady", slots, steps[0][0].shape[1], experts, belady_hits(steps, slots), len(steps) * layers)

@@ -13,6 +13,7 @@ from greenroom.errors import GreenroomError
 if TYPE_CHECKING:
     from greenroom.engine.loader import load
     from greenroom.engine.offload import close, reset_stats, stats
+    from greenroom.engine.profiles import profile
     from greenroom.experts.counters import LayerCounters, OffloadStats
 
 try:
@@ -25,6 +26,7 @@ _LAZY = {
     "stats": "greenroom.engine.offload",
     "reset_stats": "greenroom.engine.offload",
     "close": "greenroom.engine.offload",
+    "profile": "greenroom.engine.profiles",
     "OffloadStats": "greenroom.experts.counters",
     "LayerCounters": "greenroom.experts.counters",
 }
@@ -36,6 +38,7 @@ __all__ = [
     "OffloadStats",
     "close",
     "load",
+    "profile",
     "reset_stats",
     "stats",
 ]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -189,13 +190,29 @@ class TestTinyMoe:
 
     def test_its_tokens_do_not_depend_on_offloading(self, runner):
         choices = [["--cache-expert-num", str(slots)] for slots in (0, 1, 4, 1000)]
-        choices += [["--cache-expert-num", "4", "--policy", name] for name in ("lru", "lfu", "lfru", "static")]
+        choices += [["--cache-expert-num", "4", "--policy", name] for name in ("lru", "lfu", "lfru", "first-come")]
         choices += [["--cache-expert-num", "4", "--context-num-threads", str(threads)] for threads in (1, 2)]
         results = [json.loads(generate(runner, TINY_MOE, *flags).stdout) for flags in choices]
         assert len({tuple(value["token_ids"]) for value in results}) == 1
         assert len(results[0]["token_ids"]) == 12
         assert results[0]["hits"] == 0
         assert results[3]["evictions"] == 0
+
+    def test_a_profile_of_one_run_serves_the_next(self, runner, tmp_path):
+        path = tmp_path / "profile"
+        recorded = generate(runner, TINY_MOE, "--save-profile", str(path))
+        assert recorded.exit_code == 0
+        profile = np.load(path)
+        assert profile.shape == (8, 32)
+        # Of each pass (a prompt and eleven tokens) every token chooses four experts a layer.
+        np.testing.assert_allclose(profile.sum(axis=1), 12 * 4)
+        knobs = "--policy", "static", "--profile", str(path), "--cache-expert-num", "8"
+        kept = json.loads(generate(runner, TINY_MOE, *knobs).stdout)
+        assert kept["token_ids"] == json.loads(recorded.stdout)["token_ids"]
+        assert kept["hits"] > 0
+        other = generate(runner, TINY_MOE, "--save-profile", str(tmp_path / "nowhere" / "p"))
+        assert other.exit_code != 0
+        assert "give a file in a folder that exists" in other.output + other.stderr
 
     def test_it_speaks_english(self, runner):
         result = runner.invoke(app, ["generate", str(TINY_MOE), "--prompt", PROMPT, "--max-tokens", "60", "--json"])

@@ -9,7 +9,7 @@ from tests.engine.offloaded import left_padded, offloaded, random_ids, saved_fam
 from tests.reference.families import FAMILIES
 
 DEVICE = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-POLICIES = ["lru", "lfu", "lfru", "static"]
+POLICIES = ["lru", "lfu", "lfru", "first-come"]
 NEW_TOKENS = 8
 
 

@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -263,3 +264,10 @@ def test_a_loaded_model_can_be_compiled(folder):
         torch.testing.assert_close(compiled(ids).logits, expected)
         assert greenroom.stats(model).total.hits > 0
         torch._dynamo.reset()
+
+
+def test_a_profile_of_another_model_is_refused_before_anything_is_read(folder, tmp_path, monkeypatch):
+    np.save(tmp_path / "p.npy", np.ones((1, 3)))
+    monkeypatch.setattr("greenroom.engine.loader.offload_experts", lambda *_, **__: pytest.fail("experts are read"))
+    with pytest.raises(ConfigError, match="the profile covers 1 layers of 3 experts, the model has"):
+        greenroom.load(folder, device="cpu", policy="static", profile=str(tmp_path / "p.npy"), progress=False)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.experts.driver import ALL_ON_CPU, ALL_STREAMED, BOTH_LANES, FMT, Driver
 
-POLICIES = ["lru", "lfu", "lfru", "static"]
+POLICIES = ["lru", "lfu", "lfru", "first-come"]
 
 operations = st.lists(
     st.one_of(

@@ -34,7 +34,7 @@ def test_scores_follow_their_definitions(history):
         assert make_policy("lfu").scores(usage)[0, expert] == len(steps)
         frequency = sum(DECAY ** (now - s) for s in steps)
         assert make_policy("lfru").scores(usage)[0, expert] == pytest.approx(frequency / (1 + now - last))
-        assert make_policy("static").scores(usage)[0, expert] == 0
+        assert make_policy("first-come").scores(usage)[0, expert] == 0
 
 
 def test_a_prefill_weighs_no_more_than_a_token():
@@ -42,6 +42,11 @@ def test_a_prefill_weighs_no_more_than_a_token():
     usage.record(0, np.array([1.0, 0.5, 0.0, 0.0, 0.0]))
     assert usage.frequency[0].tolist() == [1.0, 0.5, 0, 0, 0]
     assert usage.last_used[0].tolist() == [0, 0, -1, -1, -1]
+
+
+def test_static_needs_a_profile():
+    with pytest.raises(ConfigError, match=r"give one \(--profile FILE.npy\)"):
+        make_policy("static")
 
 
 def test_a_static_profile_is_the_score(tmp_path):
@@ -70,7 +75,7 @@ def test_a_profile_of_the_wrong_kind_is_refused(tmp_path, array):
 
 
 def test_an_unknown_policy_names_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown policy 'best'; choose one of lfru, lfu, lru, static"):
+    with pytest.raises(ConfigError, match="unknown policy 'best'; choose one of first-come, lfru, lfu, lru, static"):
         make_policy("best")
     with pytest.raises(ConfigError, match="only serves the static policy"):
         make_policy("lru", "somewhere.npy")

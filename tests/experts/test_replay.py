@@ -20,7 +20,7 @@ def as_steps(trace: list[list[int]]) -> list[list[np.ndarray]]:
 
 
 @settings(deadline=None)
-@given(traces, st.integers(0, EXPERTS), st.sampled_from(["lru", "lfu", "lfru", "static"]))
+@given(traces, st.integers(0, EXPERTS), st.sampled_from(["lru", "lfu", "lfru", "first-come"]))
 def test_no_policy_beats_the_one_that_knows_the_future(trace, slots, policy):
     steps = as_steps(trace)
     result = replay(steps, EXPERTS, 1, slots, make_policy(policy), 2, EXPERTS)

@@ -34,12 +34,12 @@ class LayerModel:
                 return sum(shares)
             case "lfru":
                 return sum(share * DECAY ** (now - s) for s, share in enumerate(shares)) / (1 + now - last)
-            case "static":
+            case "first-come":
                 return 0.0
         raise AssertionError(policy)
 
 
-MARGIN = {"lru": 1, "lfu": 1, "lfru": 8, "static": 1}
+MARGIN = {"lru": 1, "lfu": 1, "lfru": 8, "first-come": 1}
 """How many times a resident's score a candidate must exceed."""
 
 

@@ -188,7 +188,9 @@ def test_backends():
 def test_the_active_one_is_logged(caplog):
     caplog.set_level("INFO", logger="greenroom")
     make_weight_offloader(prefetch(2), torch.device("cpu"))
+    make_weight_offloader(select(layers(2), "model", WeightOffloadConfig()), torch.device("cpu"))
     assert "weight offload: prefetch, 8 weights of 2 of 2 layers" in caplog.text
+    assert "weight offload: none" in caplog.text
     assert "saves no device memory" not in caplog.text
     make_weight_offloader(prefetch(2, prefetch_step=2), torch.device("cpu"))
     assert "saves no device memory: prefetch_step of 2 has a buffer for each of 2 offloaded layers" in caplog.text

@@ -22,13 +22,19 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
+    save_profile: Annotated[
+        str | None,
+        typer.Option("--save-profile", metavar="FILE", help="Write how often each expert was chosen, for --profile."),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Continue a prompt with a model whose experts are offloaded."""
     # Imported here: torch and transformers take seconds that --help and a wrong knob need not wait for.
     import greenroom
-    from greenroom.engine import generation
+    from greenroom.engine import generation, profiles
 
+    if save_profile is not None:
+        profiles.check_profile_path(save_profile)
     generation.check_request(prompt, max_tokens, temperature=temperature, top_p=top_p)
     # Few tokens are longer than eight bytes, so that hardly a prompt has fewer.
     tokens = max_tokens + 1 + len(prompt.encode()) // 8
@@ -48,6 +54,8 @@ def generate(
             graph=not no_graph,
         )
         stats = greenroom.stats(loaded)
+        if save_profile is not None:
+            profiles.save_profile(loaded, save_profile)
     if as_json:
         output.print_json(output.generation_dict(result, stats))
     else:

@@ -30,7 +30,9 @@ UpdateExpertNum = Annotated[
 ContextNumThreads = Annotated[
     int | None, typer.Option("--context-num-threads", metavar="N", help="Threads of the CPU engine.")
 ]
-Policy = Annotated[str, typer.Option("--policy", metavar="NAME", help="What stays cached: lru, lfu, lfru or static.")]
+Policy = Annotated[
+    str, typer.Option("--policy", metavar="NAME", help="What stays cached: lru, lfu, lfru, static or first-come.")
+]
 Profile = Annotated[str | None, typer.Option("--profile", metavar="FILE", help="Routing profile of the static policy.")]
 Device = Annotated[str, typer.Option("--device", metavar="D", help="auto, cpu, cuda or cuda:N.")]
 Isa = Annotated[str, typer.Option("--isa", metavar="I", help="Instruction set of the CPU engine; auto takes the best.")]

@@ -22,7 +22,7 @@ from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.host_tier import HostTier
 from greenroom.experts.manager import OffloadManager
 from greenroom.experts.native import Isa
-from greenroom.experts.policies import Policy, make_policy
+from greenroom.experts.policies import Policy, Static, make_policy
 from greenroom.experts.sizing import MemoryPlan, miss_expert_num, plan_memory
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier
@@ -72,9 +72,11 @@ class Request:
             reserved_bytes: that KV cache and activations will need, as far as that is known.
 
         Raises:
-            ConfigError: the weights to offload cannot be chosen so.
+            ConfigError: the weights to offload cannot be chosen so, or the profile is another model's.
             MemoryLimitError: it does not fit.
         """
+        if isinstance(self.policy, Static):
+            self.policy.check(len(spec.layers), max(layer.num_experts for layer in spec.layers))
         selection = self.select(spec)
         return plan_memory(
             self.config,

@@ -5,7 +5,7 @@ threads; threads without work sleep. Any Python thread may submit, and waiting r
 """
 
 import ctypes
-import os
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -19,6 +19,8 @@ from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.native import Isa, native_format
 from greenroom.kernels.cpu.library import NativeJob, NativeMailbox, last_error, load_library
+
+logger = logging.getLogger(__name__)
 
 
 class Ticket:
@@ -77,7 +79,7 @@ class Ending:
 
 
 class Closeable(Protocol):
-    """What an engine closes before it ends."""
+    """What an engine closes before it ends. It is forgotten by then, unless a job that was given up still runs."""
 
     def close(self) -> None: ...
 
@@ -88,11 +90,10 @@ class CpuExperts:
     Args:
         threads: number of workers, at least 1. Leave a core to the program itself.
         cores: core numbers, one a worker, to which they are pinned; None leaves them to the scheduler.
-        isa: instruction set; ``AUTO`` takes the best one, or what the environment variable
-            ``GREENROOM_ISA`` names.
+        isa: instruction set; ``AUTO`` takes the best one.
 
     Raises:
-        ConfigError: ``cores`` has another length, or ``GREENROOM_ISA`` names nothing.
+        ConfigError: ``cores`` has another length.
         EngineError: the engine cannot be created with these arguments on this machine.
     """
 
@@ -103,8 +104,6 @@ class CpuExperts:
         self._mailboxes: list[Closeable] = []
         if cores is not None and len(cores) != threads:
             raise ConfigError(f"{threads} CPU threads need as many core numbers, not {len(cores)}")
-        if isa is Isa.AUTO:
-            isa = Isa.parse(os.environ.get("GREENROOM_ISA") or "auto")
         self._library = load_library()
         handle = ctypes.c_void_p()
         numbers = None if cores is None else (ctypes.c_int32 * threads)(*cores)
@@ -199,6 +198,8 @@ class CpuExperts:
     def throttle(self, factor: float) -> None:
         """Makes all work take ``factor`` (at least 1) times as long, for tests and benchmarks of slow machines.
 
+        A change ends the pauses that the factor before it made.
+
         Raises:
             EngineError: the engine is closed, or ``factor`` is below 1 or not finite.
         """
@@ -229,13 +230,24 @@ class CpuExperts:
             self._mailboxes = [other for other in self._mailboxes if other is not owner]
 
     def close(self) -> None:
-        """Closes its mailboxes, waits for submitted jobs and ends the threads. Closing twice is fine."""
+        """Closes its mailboxes, waits for submitted jobs and ends the threads. Closing twice is fine.
+
+        While a job of abandoned mailboxes lasts, neither it nor the jobs behind it can be waited for: the threads go on
+        then, all that they may touch is kept until the process ends, and a warning says so.
+        """
         with self._lock:
             handle, self._handle = self._handle, None
             tickets = list(self._tickets.values())
             mailboxes = list(self._mailboxes)
         for owner in mailboxes:
             owner.close()
+        with self._lock:
+            late = len(self._mailboxes)
+        if late:
+            if handle is not None:
+                keep_for_ever(self)  # and with it tickets and mailboxes, and the memory of their jobs
+                logger.warning("the CPU engine's threads are left running: a job that was given up does not end")
+            return
         # Nothing new can be submitted now, and nobody is inside the native engine once these are settled.
         for ticket in tickets:
             ticket.settle()
@@ -258,6 +270,11 @@ class CpuExperts:
     def _forget(self, number: int) -> None:
         with self._lock:
             del self._tickets[number]
+
+
+def keep_for_ever(used: object) -> None:
+    """Never frees ``used``, nor what it holds: native threads that nobody can stop may read and write it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(used))
 
 
 def _check_batch(

@@ -72,16 +72,23 @@ class Static:
         self._profile = profile
 
     def scores(self, usage: ExpertUsage) -> np.ndarray:
-        if self._profile.shape != usage.total.shape:
+        self.check(*usage.total.shape)
+        return self._profile
+
+    def check(self, layers: int, experts: int) -> None:
+        """
+        Raises:
+            ConfigError: the profile is not of a model with so many layers of so many experts at most.
+        """
+        if self._profile.shape != (layers, experts):
             raise ConfigError(
                 f"the profile covers {self._profile.shape[0]} layers of {self._profile.shape[1]} experts, "
-                f"the model has {usage.total.shape[0]} of {usage.total.shape[1]}"
+                f"the model has {layers} of {experts}"
             )
-        return self._profile
 
 
 class FirstCome:
-    """``static`` without a profile: the experts that are admitted first stay."""
+    """The experts that are admitted first stay: what the others are to be compared with."""
 
     margin = 1.0
 
@@ -89,7 +96,7 @@ class FirstCome:
         return np.zeros_like(usage.total)
 
 
-_BUILT_IN: dict[str, Callable[[], Policy]] = {"lru": LRU, "lfu": LFU, "lfru": LFRU}
+_BUILT_IN: dict[str, Callable[[], Policy]] = {"lru": LRU, "lfu": LFU, "lfru": LFRU, "first-come": FirstCome}
 
 
 def policy_names() -> list[str]:
@@ -101,16 +108,20 @@ def make_policy(name: str, profile: str | Path | None = None) -> Policy:
     """The policy called ``name``.
 
     Args:
-        profile: for ``static``, a .npy file of float [layers, experts]. Without one ``static``
-            scores every expert alike: what fills the cache first stays.
+        profile: for ``static``, a .npy file of float [layers, experts].
 
     Raises:
-        ConfigError: no such policy, or a profile that cannot be read or is not used.
+        ConfigError: no such policy, no profile where one is needed, or one that cannot be read or is not used.
     """
     if profile is not None and name != "static":
         raise ConfigError(f"a profile only serves the static policy, not '{name}'")
     if name == "static":
-        return Static(_read_profile(Path(profile))) if profile is not None else FirstCome()
+        if profile is None:
+            raise ConfigError(
+                "the static policy keeps what a profile names: give one (--profile FILE.npy), which "
+                "`greenroom generate --save-profile FILE.npy` writes"
+            )
+        return Static(_read_profile(Path(profile)))
     if name in _BUILT_IN:
         return _BUILT_IN[name]()
     for entry in entry_points(group=ENTRY_POINT_GROUP):

@@ -18,6 +18,7 @@ def make_weight_offloader(selection: Selection, device: torch.device, pin_memory
     Raises:
         ConfigError: the device has no such backend, or a GPU would need memory that is not page-locked.
     """
+    logger.info("weight offload: %s", selection)
     if selection.backend == "none":
         return NoWeightOffload()
     if device.type == "cuda" and not pin_memory:
@@ -25,7 +26,6 @@ def make_weight_offloader(selection: Selection, device: torch.device, pin_memory
             "offloaded weights need page-locked memory; leave out pin_memory=False (--no-pin-memory), or "
             "weights_offload_backend"
         )
-    logger.info("weight offload: %s", selection)
     if selection.backend == "uva":
         return UvaOffload(selection, device)
     if selection.num_slots == len(selection.units):
