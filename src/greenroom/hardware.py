@@ -82,11 +82,17 @@ def map_host_memory(size: int, purpose: str) -> torch.Tensor:
     return memory[offset : offset + size]
 
 
-def lock_pages(address: int, size: int) -> None:
+_UNLOCKED = "give pin_memory=False (--no-pin-memory), which copies about three times slower"
+
+
+def lock_pages(address: int, size: int, otherwise: str = _UNLOCKED) -> None:
     """Page-locks host memory for every CUDA device.
 
     Through the driver's own interface: a failure there is returned and nothing more, where the runtime
     would remember it and report it again from the next unrelated call.
+
+    Args:
+        otherwise: what an error says that one can do if the limit cannot be raised.
 
     Raises:
         MemoryLimitError: the driver refused.
@@ -99,8 +105,7 @@ def lock_pages(address: int, size: int) -> None:
         raise MemoryLimitError(
             f"cannot page-lock {size / 2**30:.2f} GiB of host memory (CUDA error {error}; the memlock "
             f"limit is {memlock_limit()}); raise it with 'ulimit -l unlimited' or the container option "
-            "'--ulimit memlock=-1', or give pin_memory=False (--no-pin-memory), which copies about three times "
-            "slower"
+            f"'--ulimit memlock=-1', or {otherwise}"
         )
 
 

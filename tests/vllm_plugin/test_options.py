@@ -60,12 +60,32 @@ def test_flags_that_contradict_each_other(given, says):
         ({"cache_topk": 0}, "at least 1"),
         ({"update_expert_num": True}, "whole number"),
         ({"context_num_threads": 0}, "at least 1"),
-        ({"policy": "magic"}, "magic"),
+        ({"policy": "magic"}, "no policy 'magic'; choose one of .*lfru"),
+        (
+            {"policy": "static"},
+            "no policy 'static', since .* profile",
+        ),
     ],
 )
 def test_an_additional_config_that_makes_no_sense(given, says):
     with pytest.raises(ConfigError, match=says):
         MoeOffloadOptions.from_additional_config({CONFIG_KEY: given})
+
+
+def test_policies_in_the_help_are_those_that_are_taken():
+    (text,) = [flag.help for flag in FLAGS if flag.name == "moe_offload_policy"]
+    names = text.rpartition(": ")[2].rstrip(".").split(", ")
+    assert {"lru", "lfu", "lfru"} <= set(names)
+    for name in names:
+        MoeOffloadOptions(policy=name)
+
+
+@pytest.mark.parametrize("name", ["magic", "static"])
+def test_policies_that_an_error_offers_are_those_that_are_taken(name):
+    with pytest.raises(ConfigError) as caught:
+        MoeOffloadOptions(policy=name)
+    for other in str(caught.value).rpartition("choose one of ")[2].split(", "):
+        MoeOffloadOptions(policy=other)
 
 
 def test_true_is_offloading_without_slots():

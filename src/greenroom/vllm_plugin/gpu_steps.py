@@ -68,6 +68,11 @@ class GpuStepDriver(StepDriver):
     Runs on a CPU device too, for tests.
     """
 
+    way = (
+        f"steps of up to {MAX_GRAPH_TOKENS} tokens run without the host, in CUDA graphs where vLLM captures them; "
+        "longer ones the host decides, layer by layer"
+    )
+
     def __init__(self, experts: RankExperts, watchdog_s: float = WATCHDOG_S) -> None:
         super().__init__(experts)
         manager = self.manager

@@ -15,6 +15,11 @@ SHORT_FORM = "moe_expert_cache_size"
 """The argument that turns offloading on and gives the number of slots at once."""
 
 
+def _policies() -> str:
+    """Names of those that need no profile."""
+    return ", ".join(name for name in policy_names() if name != "static")
+
+
 @dataclass(frozen=True)
 class MoeOffloadOptions:
     """Knobs of offloading under vLLM; their meaning is that of ``OffloadConfig``'s."""
@@ -27,6 +32,13 @@ class MoeOffloadOptions:
 
     def __post_init__(self) -> None:
         self.to_config()
+        if self.policy == "static":
+            raise ConfigError(
+                "--moe-offload has no policy 'static', since it takes no recorded profile to keep the experts of; "
+                f"choose one of {_policies()}"
+            )
+        if self.policy not in policy_names():
+            raise ConfigError(f"--moe-offload has no policy '{self.policy}'; choose one of {_policies()}")
         make_policy(self.policy)
 
     def to_config(self) -> OffloadConfig:
@@ -102,7 +114,7 @@ FLAGS = (
         "Threads of the CPU engine of each rank. Default: the rank's share of the cores, but one.",
         "context_num_threads",
     ),
-    Flag("moe_offload_policy", f"What decides which experts keep a slot: {', '.join(policy_names())}.", "policy", str),
+    Flag("moe_offload_policy", f"What decides which experts keep a slot: {_policies()}.", "policy", str),
     Flag(SHORT_FORM, "Short for --moe-offload with so many slots a layer.", "cache_expert_num"),
 )
 """In the order of ``--help``."""

@@ -22,10 +22,12 @@ class StepDriver:
     Attributes:
         rows: tokens of the batch that come from requests; None while vLLM profiles, warms up or captures. Such steps
             touch no statistics.
-        counts: whether steps change the counters.
+        counts: whether steps have anything to decide, and so change the counters.
+        way: how layers run, in words.
     """
 
     counts = True
+    way = "the host decides every step, layer by layer"
 
     def __init__(self, experts: RankExperts) -> None:
         assert experts.manager is not None
@@ -93,6 +95,10 @@ class NoSteps(StepDriver):
     """For a model whose layers have nothing to decide: its calls are left alone."""
 
     counts = False
+    way = (
+        "all experts have slots: vLLM's own kernels run them, nothing is counted, and policy, cache_topk, "
+        "update_expert_num and threads have no effect"
+    )
 
     def attach(self, model: torch.nn.Module) -> None:
         pass

@@ -1,6 +1,7 @@
 """OffloadMixin: what a worker of ours does besides vLLM's own."""
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from greenroom.vllm_plugin.options import MoeOffloadOptions
 from greenroom.vllm_plugin.rank import RankExperts
 from greenroom.vllm_plugin.routed_experts import OffloadingLayer, offloading_layers, replace_routed_experts
 from greenroom.vllm_plugin.steps import StepDriver
+from greenroom.vllm_plugin.summary import describe_rank
+
+logger = logging.getLogger("vllm.greenroom")  # below vLLM's own, which has the handlers
 
 
 class OffloadMixin:
@@ -48,6 +52,7 @@ class OffloadMixin:
             self.experts.close()
             raise
         assert self.steps is not None
+        logger.info(describe_rank(self.experts, self.steps.way, decides=self.steps.counts))
         self.counter_file = CounterFile(self.vllm_config.instance_id, self.rank, len(self.steps.manager.layers))
 
     def _make_ready(self, experts: RankExperts) -> None:
@@ -55,7 +60,8 @@ class OffloadMixin:
         layers = offloading_layers(model)
         before = _allocated(experts.device)
         experts.finish()
-        self.steps = steps = self.make_steps(experts, layers)
+        with experts.allocating():
+            self.steps = steps = self.make_steps(experts, layers)
         for index, layer in enumerate(layers):
             if layer.offloaded is None:
                 layer.offloaded = functools.partial(steps.run_layer, index)
