@@ -34,6 +34,15 @@ def run(runner, *arguments):
     return runner.invoke(app, ["plan", *arguments])
 
 
+def test_kv_blocks_in_host_memory_count(runner, q30):
+    fits = run(runner, q30, *BIG, "--kv-offload", "16GiB", "--json")
+    assert json.loads(fits.stdout)["host_bytes"]["kv_offload"] == 16 << 30
+    too_much = run(runner, q30, *BIG, "--kv-offload", "110GiB")
+    assert too_much.exit_code == 1
+    assert "KV blocks 110.00 GiB and 120.00 GiB are available; give --kv-offload less" in too_much.stderr
+    assert run(runner, q30, *BIG, "--kv-offload", "much").exit_code == 2
+
+
 def test_json(runner, q30):
     result = run(runner, q30, *BIG, "--concurrency", "16", "--context", "1000", "--cache-expert-num", "8", "--json")
     assert result.exit_code == 0

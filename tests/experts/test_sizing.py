@@ -6,7 +6,7 @@ import torch
 from greenroom.config import OffloadConfig, parse_size
 from greenroom.errors import ConfigError, MemoryLimitError
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
-from greenroom.experts.sizing import RESERVED_BYTES, plan_memory
+from greenroom.experts.sizing import RESERVED_BYTES, explain_misfit, lay_out, plan_memory
 
 FMT = ExpertFormat(2048, 768, torch.bfloat16, Activation(ActivationKind.SILU))
 LAYERS, EXPERTS, GIB = 4, 128, 2**30
@@ -15,6 +15,17 @@ MODEL = LAYERS * EXPERTS * FMT.block_bytes
 
 def plan(device_free=80 * GIB, host_free=100 * GIB, other=GIB, **knobs):
     return plan_memory(OffloadConfig(**knobs), [FMT] * LAYERS, [EXPERTS] * LAYERS, other, device_free, host_free)
+
+
+def test_kv_blocks_in_host_memory_are_planned_too():
+    layers = [FMT] * LAYERS, [EXPERTS] * LAYERS
+    store = LAYERS * EXPERTS * FMT.block_bytes
+    for kv, fits in ((GIB, True), (GIB + 1, False)):
+        plan = lay_out(OffloadConfig(cache_expert_num=1), *layers, 0, 80 * GIB, kv_offload_bytes=kv)
+        assert plan.host_bytes == store
+        assert (explain_misfit(plan, 80 * GIB, store + GIB) is None) == fits
+    assert "KV blocks 1.00 GiB and" in explain_misfit(plan, 80 * GIB, store + GIB)
+    assert "give --kv-offload less" in explain_misfit(plan, 80 * GIB, store + GIB)
 
 
 def test_slots_as_asked_for():

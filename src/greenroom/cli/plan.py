@@ -52,6 +52,9 @@ def plan(
     weights_offload_prefetch_step: options.WeightsPrefetchStep = None,
     weights_offload_params: options.WeightsParams = None,
     weights_offload_backend: options.WeightsBackend = None,
+    kv_offload: Annotated[
+        str | None, typer.Option("--kv-offload", metavar="SIZE", help="Host memory for KV blocks, as for serve.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """What goes where, whether it fits, and how fast it will be. Reads config.json, no weights."""
@@ -67,6 +70,7 @@ def plan(
     )
     vram_bytes = None if vram is None else parse_size(vram)
     ram_bytes = None if ram is None else parse_size(ram)
+    kv_offload_bytes = 0 if kv_offload is None else parse_size(kv_offload)
     if device == "cpu" and any(given is not None for given in (vram, pcie_bandwidth, gpu_bandwidth)):
         raise ConfigError("--vram, --pcie-bandwidth and --gpu-bandwidth are of a GPU; leave them out with --device cpu")
     with one_json_object(as_json):
@@ -82,7 +86,7 @@ def plan(
         shape = probe_shape(hf_config, resolve_dtype("auto", hf_config))
         if context is None:
             context = min(DEFAULT_CONTEXT, shape.max_context or DEFAULT_CONTEXT)
-        demand = Demand(context, concurrency, serving=True)
+        demand = Demand(context, concurrency, serving=True, kv_offload_bytes=kv_offload_bytes)
         machine = _machine(device, vram_bytes, ram_bytes)
         given = {"cpu_gb_s": cpu_bandwidth, "pcie_gb_s": pcie_bandwidth, "dense_gb_s": gpu_bandwidth}
         rates = _rates(machine.device_bytes is not None, given, context_num_threads, measure)

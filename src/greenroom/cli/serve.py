@@ -106,7 +106,8 @@ def serve(
         listener = stack.enter_context(run.listen(host, port))
         context = max_context or DEFAULT_CONTEXT
         sequences = max_sequences if kv_bytes is None else _sequences_in(model, dtype, kv_bytes, context)
-        demand = Demand(context, sequences, max_step_tokens, serving=True, dbo=dbo)
+        kv_offload_bytes = 0 if kv_config is None else kv_config.num_bytes
+        demand = Demand(context, sequences, max_step_tokens, True, dbo, kv_offload_bytes)
         loaded, tokenizer = greenroom.load(model, config=config, demand=demand, dtype=dtype)
         stack.callback(greenroom.close, loaded)
         sampling = opening.sampling_defaults(loaded) if sampling_defaults == "model" else SamplingParams()

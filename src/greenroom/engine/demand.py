@@ -32,6 +32,7 @@ class Demand:
         prefill_tokens: of prompts that one pass takes. None: all of a sequence, but at most 2,048.
         serving: sequences come and go, as in ``serve``: their KV cache is made of blocks, and any pass of few tokens
             is a decode step.
+        kv_offload_bytes: of host memory, for KV blocks that the device has given away.
         dbo: of ``serving``, whether decode batches may run as two halves at once (see ``engine.dbo``).
     """
 
@@ -40,6 +41,7 @@ class Demand:
     prefill_tokens: int | None = None
     serving: bool = False
     dbo: str = "off"
+    kv_offload_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("context", "concurrency", "prefill_tokens"):

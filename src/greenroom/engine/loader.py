@@ -60,7 +60,8 @@ def load(
     hf_config = read_config(folder)
     torch_dtype = resolve_dtype(dtype, hf_config)
     spec = describe(hf_config, torch_dtype)
-    plan = request.plan(spec, _reserved_bytes(hf_config, torch_dtype, demand, request))
+    kv_offload_bytes = 0 if demand is None else demand.kv_offload_bytes
+    plan = request.plan(spec, _reserved_bytes(hf_config, torch_dtype, demand, request), kv_offload_bytes)
     with Checkpoint.open(folder) as checkpoint:
         placements = place_experts(checkpoint.tensors, spec)
         tokenizer = _load_tokenizer(folder)

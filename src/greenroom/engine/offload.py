@@ -66,10 +66,11 @@ class Request:
             torch.cuda.set_device(device)  # Triton launches kernels on the thread's current device
         return cls(config, policy, isa, device, weights, DeviceMemory.read(device))
 
-    def plan(self, spec: ModelSpec, reserved_bytes: int = 0) -> MemoryPlan:
+    def plan(self, spec: ModelSpec, reserved_bytes: int = 0, kv_offload_bytes: int = 0) -> MemoryPlan:
         """
         Args:
             reserved_bytes: that KV cache and activations will need, as far as that is known.
+            kv_offload_bytes: of host memory, for KV blocks.
 
         Raises:
             ConfigError: the weights to offload cannot be chosen so, or the profile is another model's.
@@ -87,6 +88,7 @@ class Request:
             host_free=hardware.available_host_bytes(),
             offloaded_bytes=selection.host_bytes,
             reserved_bytes=reserved_bytes,
+            kv_offload_bytes=kv_offload_bytes,
         )
 
     def select(self, spec: ModelSpec) -> Selection:

@@ -66,6 +66,8 @@ class ModelPlan:
         """Bytes in host memory, by what they are for."""
         store = sum(layer.num_experts * layer.format.block_bytes for layer in self.shape.spec.layers)
         parts = {"experts": store, "offloaded_weights": self.selection.host_bytes}
+        if self.demand.kv_offload_bytes:
+            parts["kv_offload"] = self.demand.kv_offload_bytes
         if self.machine.device_bytes is None:
             parts |= {"weights": self.memory.other_bytes, "expert_cache": self.memory.cache_bytes}
             parts |= _working_parts(self.working)
@@ -138,6 +140,7 @@ def plan_model(
         machine.device_bytes,
         selection.host_bytes,
         working.total,
+        demand.kv_offload_bytes,
     )
     problem = explain_misfit(memory, machine.device_bytes, machine.host_bytes)
     slots = memory.num_slots

@@ -33,6 +33,7 @@ class MemoryPlan:
         buffer_bytes: the miss buffers on the device.
         other_bytes: weights that are not experts, on the device, and buffers for those that are offloaded.
         reserved_bytes: that KV cache and activations are known to need, where the weights are.
+        kv_offload_bytes: of host memory for KV blocks; not part of ``host_bytes``.
     """
 
     num_slots: tuple[int, ...]
@@ -41,6 +42,7 @@ class MemoryPlan:
     buffer_bytes: int
     other_bytes: int
     reserved_bytes: int
+    kv_offload_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -57,6 +59,7 @@ def plan_memory(
     host_free: int,
     offloaded_bytes: int = 0,
     reserved_bytes: int = 0,
+    kv_offload_bytes: int = 0,
 ) -> MemoryPlan:
     """Decides the number of cache slots and checks that everything fits.
 
@@ -68,11 +71,14 @@ def plan_memory(
         offloaded_bytes: of weights that are not experts but stay in host memory, not part of ``other_bytes``.
         reserved_bytes: that KV cache and activations are known to need, on the host without a GPU. Where nobody said
             how many slots there shall be, a share of the device's memory is kept at least.
+        kv_offload_bytes: of host memory, for KV blocks.
 
     Raises:
         MemoryLimitError: it does not fit; says what is needed and what there is.
     """
-    plan = lay_out(config, formats, num_experts, other_bytes, device_free, offloaded_bytes, reserved_bytes)
+    plan = lay_out(
+        config, formats, num_experts, other_bytes, device_free, offloaded_bytes, reserved_bytes, kv_offload_bytes
+    )
     problem = explain_misfit(plan, device_free, host_free)
     if problem is not None:
         raise MemoryLimitError(problem)
@@ -87,6 +93,7 @@ def lay_out(
     device_free: int | None,
     offloaded_bytes: int = 0,
     reserved_bytes: int = 0,
+    kv_offload_bytes: int = 0,
 ) -> MemoryPlan:
     """What ``plan_memory`` returns, whether it fits or not.
 
@@ -107,16 +114,21 @@ def lay_out(
         buffer_bytes=0 if on_host else buffer_bytes,
         other_bytes=other_bytes,
         reserved_bytes=reserved_bytes,
+        kv_offload_bytes=kv_offload_bytes,
     )
 
 
 def explain_misfit(plan: MemoryPlan, device_free: int | None, host_free: int) -> str | None:
     """None if the plan fits, otherwise the sentence what is needed, what there is, and what to change."""
-    if plan.host_bytes > host_free:
+    if plan.host_bytes + plan.kv_offload_bytes > host_free:
         what = "the weights, KV cache and activations" if plan.reserved_bytes and device_free is None else "the weights"
+        needed, remedy = f"{plan.host_bytes / GIB:.2f} GiB", "free memory"
+        if plan.kv_offload_bytes:
+            needed += f", KV blocks {plan.kv_offload_bytes / GIB:.2f} GiB"
+            remedy = "give --kv-offload less, free memory"
         return (
-            f"not enough host memory: {what} need {plan.host_bytes / GIB:.2f} GiB and "
-            f"{host_free / GIB:.2f} GiB are available; free memory, raise the container's limit, or use a smaller model"
+            f"not enough host memory: {what} need {needed} and {host_free / GIB:.2f} GiB are available; "
+            f"{remedy}, raise the container's limit, or use a smaller model"
         )
     if device_free is None or plan.device_bytes + plan.reserved_bytes <= device_free:
         return None
