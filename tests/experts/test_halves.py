@@ -173,9 +173,11 @@ def test_a_second_half_that_cannot_begin_leaves_nothing_open():
             with pytest.raises(EngineError, match="the mailboxes are closed"):
                 steps.begin(1, 1)
         # Neither the step nor the first half's mailboxes are open any more.
-        assert steps.path.mailboxes.pending() is None
-        steps.path.mailboxes.release()
-        steps.path.mailboxes.done.zero_()
+        boxes = steps.path.mailboxes
+        boxes.request[0, 0] = 1
+        time.sleep(0.02)
+        assert boxes.request[0, 0] == 1, "they are still armed"
+        boxes.request[0, 0] = 0
         batch = random_batch(FMT, EXPERTS, 2, TOP_K)
         steps.begin(2)
         out = steps.path.run(0, *(tensor.to(DEVICE) for tensor in batch))

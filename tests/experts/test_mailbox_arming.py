@@ -1,4 +1,4 @@
-"""Mailboxes armed, disarmed, released and closed: nothing is lost, nobody hangs, nobody works for nothing."""
+"""Mailboxes armed, disarmed and closed: nothing is lost, nobody hangs, nobody works for nothing."""
 
 import math
 import time
@@ -60,27 +60,6 @@ def test_parked_workers_use_no_processor_time() -> None:
         assert time.process_time() - start < 0.02
 
 
-def test_release_lets_a_device_go_on() -> None:
-    with Stage([SMALL] * 3) as stage:
-        boxes, device = stage.boxes, stage.device
-        boxes.arm()
-        with pytest.raises(EngineError, match="disarmed"):
-            boxes.release()
-        boxes.disarm()
-        device.request(2, 1)
-        assert boxes.pending() == 2
-        boxes.release()
-        assert boxes.pending() is None
-        for layer in range(3):
-            device.wait(layer)
-        # The dropped request stays dropped.
-        boxes.arm()
-        time.sleep(0.01)
-        assert not any(device.answered(layer) for layer in range(3))
-        stage.post(2)
-        device.wait(2)
-
-
 def test_throttle_slows_work_down() -> None:
     def fastest() -> int:
         times = []
@@ -125,7 +104,8 @@ def test_closing_in_either_order() -> None:
                 Mailboxes(stage.engine, stage.store, 4, 3, pin_memory=False)
             stage.boxes.disarm()
             stage.boxes.raise_failure()
-            stage.boxes.release()
+            assert stage.boxes.abandon(20)
+            stage.boxes.close()
             assert stage.boxes.pending() is None
 
 

@@ -19,6 +19,7 @@ What lands in passing, in slots that were offered to step N, is in the map of N 
 offered none: each half writes where it does not read, but the other may.
 """
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,9 @@ from greenroom.experts.landing import Offers
 from greenroom.experts.manager import OffloadManager, StepRecord
 from greenroom.experts.split import LaneTimes, SplitController
 from greenroom.experts.step_part import StepPart, busy_s
+
+_LATE_JOB_S = 0.5
+"""How long a step that is given up waits for CPU jobs that were begun."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +161,18 @@ class DecodeSteps:
             self._leave()
 
     def abandon(self) -> str:
-        """Gives up a step that failed or does not end: answers every wait, and says where it stood. The last step."""
+        """Gives up a step that failed or does not end: answers every wait, and says where it stood. The last step.
+
+        Returns soon, whatever the CPU engine does. A job that was begun may still write its layer's output and raise
+        done again, long after this. Only the device may read that, in this step, whose results are void.
+        """
         waiting = self._waiting()
-        self._disarm()
+        deadline = time.monotonic() + _LATE_JOB_S
+        # Each part's stream waits for its own mailboxes: all are released before any is waited for.
         for part in self._parts:
-            part.path.mailboxes.release()
+            part.path.mailboxes.abandon(0)
+        for part in self._parts:
+            part.path.mailboxes.abandon(max(0.0, deadline - time.monotonic()))
         # Also marks the end of what was enqueued so far: it still reads slots.
         self._manager.abandon_step()
         return f"decode step {self._number}: {waiting}"

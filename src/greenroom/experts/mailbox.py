@@ -5,16 +5,25 @@ engine that has nothing else to do sees it, all of them compute, and the done wo
 """
 
 import ctypes
+import logging
 import weakref
 from threading import Lock
 
 import torch
 
 from greenroom.errors import EngineError
-from greenroom.experts.cpu import CpuExperts
+from greenroom.experts.cpu import CpuExperts, keep_for_ever
 from greenroom.experts.native import native_format
 from greenroom.experts.store import HostStore
 from greenroom.kernels.cpu.library import NativeJob, NativeMailbox, last_error, load_library
+
+logger = logging.getLogger(__name__)
+
+LATE_JOB_S = 5.0
+"""How long ``close`` waits for the jobs of abandoned mailboxes."""
+
+_DESTROY_S = 0.5
+"""The same, for mailboxes that nobody has any more."""
 
 _LINE = 64
 """Bytes of a cache line. Words that different sides write share none."""
@@ -48,6 +57,11 @@ class Mailboxes:
 
     A layer has one request outstanding at most; different layers, and other mailboxes of the same engine, may have
     theirs at the same time. The store must outlive the mailboxes.
+
+    Once they are abandoned, a job that was begun may go on for as long as it likes. It reads ``hidden``, ``cpu_ids``,
+    ``weights``, ``request`` and experts' blocks, and writes ``out``, ``busy_ns`` and ``done``, of which nobody makes
+    anything any more. All this memory stays, even if the store is closed, until the job has ended, or else until the
+    process ends.
     """
 
     def __init__(self, engine: CpuExperts, store: HostStore, max_tokens: int, top_k: int, pin_memory: bool) -> None:
@@ -61,6 +75,8 @@ class Mailboxes:
         self._library = load_library()
         self._lock = Lock()
         self._closed = False
+        self._abandoned = False
+        self._ended = False  # closed, and no job is under way
         self.request = _lines(layers, torch.int32, pin_memory)
         self.request[:, _DIVIDED_WORD] = -1
         self.done = _lines(layers, torch.int32, pin_memory)
@@ -78,8 +94,11 @@ class Mailboxes:
         self._addresses = [store.addresses(layer) for layer in range(layers)]
         boxes = (NativeMailbox * layers)(*(self._native(store, layer) for layer in range(layers)))
         self._handle = engine.open_mailboxes(boxes, self)
+        # What a job may touch: on its own, it outlives both these mailboxes and the store.
+        self._blocks = [store.blocks(layer) for layer in range(layers)]
+        touched = (self.request, self.done, self.busy_ns, self.cpu_ids, self.weights, self.hidden, self.out)
         # Only once nobody can be inside a method any more.
-        weakref.finalize(self, self._library.gr_mailboxes_destroy, self._handle)
+        weakref.finalize(self, _destroy, self._handle, (*touched, self._addresses, self._blocks))
 
     def _native(self, store: HostStore, layer: int) -> NativeMailbox:
         _, max_tokens, top_k = self.cpu_ids.shape
@@ -106,7 +125,7 @@ class Mailboxes:
         """Wakes the engine's workers, which look for requests until ``disarm``. Arming twice is fine.
 
         Raises:
-            EngineError: the mailboxes or their engine are closed.
+            EngineError: the mailboxes or their engine are closed, or the mailboxes are abandoned.
         """
         with self._lock:
             if self._closed:
@@ -117,6 +136,19 @@ class Mailboxes:
         """Waits for jobs that were begun and lets the workers sleep. Requests not seen by then stay posted."""
         with self._lock:
             self._check(self._library.gr_mailboxes_disarm(self._handle))
+
+    def abandon(self, limit_s: float) -> bool:
+        """Gives the mailboxes up, for good: requests are dropped and done of every layer is raised, both at once.
+
+        Then waits for jobs that were begun, for no longer than ``limit_s``. May be called again, only to wait. What
+        a layer has in ``out`` from now on is unknown.
+
+        Returns:
+            Whether no job is under way any more.
+        """
+        # Without the lock: whoever has it may wait for the very job that does not end.
+        self._abandoned = True
+        return _abandon(self._handle, limit_s)
 
     def raise_failure(self) -> None:
         """Raises the first failure since the last call, if there was one.
@@ -133,29 +165,50 @@ class Mailboxes:
         layer = self._library.gr_mailboxes_pending(self._handle)
         return None if layer < 0 else layer
 
-    def release(self) -> None:
-        """Drops requests and raises done of every layer, for a device that would wait for ever.
+    def close(self) -> None:
+        """Disarms for good. The engine may be closed already; closing twice is fine.
 
-        Clear ``done`` before arming again: the device clears only what it waited for.
-
-        Raises:
-            EngineError: the mailboxes are armed.
+        Waits for jobs that were begun. After ``abandon`` it waits for ``LATE_JOB_S`` at most: a job that lasts longer
+        keeps its memory and the engine's threads, and a warning says so. Closing again looks again.
         """
         with self._lock:
-            self._check(self._library.gr_mailboxes_release(self._handle))
-
-    def close(self) -> None:
-        """Disarms for good. The engine may be closed already; closing twice is fine."""
-        with self._lock:
-            if self._closed:
+            if self._ended:
                 return
             self._closed = True
-            self._check(self._library.gr_mailboxes_disarm(self._handle))
+            if not self._abandoned:
+                self._check(self._library.gr_mailboxes_disarm(self._handle))
+            elif not self.abandon(LATE_JOB_S):
+                logger.warning(
+                    "the CPU engine's job of layer %s was given up and has not ended within %g s more; "
+                    "the memory that it uses stays allocated",
+                    self.pending(),
+                    LATE_JOB_S,
+                )
+                return
+            self._ended = True
+            self._blocks.clear()
         self._engine.forget_mailboxes(self)
 
     def _check(self, status: int) -> None:
         if status:
             raise EngineError(last_error(self._library))
+
+
+def _abandon(handle: ctypes.c_void_p, limit_s: float) -> bool:
+    library, late = load_library(), ctypes.c_int32()
+    if library.gr_mailboxes_abandon(handle, int(limit_s * 1000), ctypes.byref(late)):
+        raise EngineError(last_error(library))
+    return not late.value
+
+
+def _destroy(handle: ctypes.c_void_p, touched: tuple[object, ...]) -> None:
+    """Nobody has these mailboxes any more."""
+    # At the end of the process too, which a job that hangs must not put off.
+    if _abandon(handle, _DESTROY_S):
+        load_library().gr_mailboxes_destroy(handle)
+    else:
+        keep_for_ever(touched)
+        logger.warning("mailboxes were dropped while a job of the CPU engine lasts; its memory stays allocated")
 
 
 def _lines(rows: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:

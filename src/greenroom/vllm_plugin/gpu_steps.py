@@ -119,12 +119,13 @@ class GpuStepDriver(StepDriver):
     def close(self) -> None:
         if self._closed.is_set():
             return
-        self._closed.set()
-        self._news.set()
-        self._watcher.join()
+        # While there is still a watcher, which gives up a step that does not end.
         with self._lock:
             if self._given_up is None:
                 self._close_step()
+        self._closed.set()
+        self._news.set()
+        self._watcher.join()
         self._mailboxes.close()
 
     def mark_end(self) -> Marker:

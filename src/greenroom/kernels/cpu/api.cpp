@@ -1,4 +1,5 @@
 // The C interface: exceptions become statuses and sentences.
+#include <chrono>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -125,9 +126,10 @@ GR_EXPORT int32_t gr_mailboxes_failure(gr_mailboxes *mailboxes, int32_t *index) 
 
 GR_EXPORT int32_t gr_mailboxes_pending(const gr_mailboxes *mailboxes) { return mailboxes->boxes.pending(); }
 
-GR_EXPORT int32_t gr_mailboxes_release(gr_mailboxes *mailboxes) {
+GR_EXPORT int32_t gr_mailboxes_abandon(gr_mailboxes *mailboxes, int64_t limit_ms, int32_t *late) {
   return guarded([&] {
-    mailboxes->engine->release(mailboxes->boxes);
+    *late = 1;
+    *late = !mailboxes->engine->abandon(mailboxes->boxes, std::chrono::milliseconds(limit_ms));
     return 0;
   });
 }

@@ -210,7 +210,8 @@ void Engine::run_throttled(uint32_t unit, size_t worker, double factor) {
   run(unit, worker);
   const auto rest = (processor_time() - begin) * (factor - 1);
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(rest);
-  while (std::chrono::steady_clock::now() < end) pause_briefly();
+  while (std::chrono::steady_clock::now() < end && throttle_.load(std::memory_order_relaxed) == factor)
+    pause_briefly();
 }
 
 void Engine::fail(const char *sentence) {

@@ -3,6 +3,7 @@
 #define GREENROOM_ENGINE_H
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -38,10 +39,12 @@ class Engine {
   void arm(Mailboxes &mailboxes);
   void disarm(Mailboxes &mailboxes);
 
-  // Throws std::runtime_error for armed mailboxes.
-  void release(Mailboxes &mailboxes);
+  // At once: nothing more is begun for these mailboxes, and no device waits for them. Then true if within `limit` no
+  // job of theirs is queued or running, and nobody looks at them. Holds no lock for which a thread that hangs could
+  // be waited for. Whoever calls it again only waits.
+  bool abandon(Mailboxes &mailboxes, std::chrono::milliseconds limit);
 
-  // Makes each unit of work take `factor` times as long.
+  // Makes each unit of work take `factor` times as long, and ends the pauses of the factor before.
   void throttle(double factor);
 
   // Disarms all mailboxes, waits for the jobs and ends the threads. Idempotent.
@@ -56,16 +59,22 @@ class Engine {
     uint64_t word = 0;  // what the control word was when there was nothing to claim
   };
 
+  using Time = std::chrono::steady_clock::time_point;
+
   // Takes the poller role for a thread that is no worker.
   class PollerRole {
    public:
-    explicit PollerRole(Engine &engine);
+    // Tries until then.
+    explicit PollerRole(Engine &engine, Time until = Time::max());
     ~PollerRole();
     PollerRole(const PollerRole &) = delete;
     PollerRole &operator=(const PollerRole &) = delete;
 
+    bool held() const { return held_; }
+
    private:
     Engine &engine_;
+    bool held_ = false;
   };
 
   void start(const int32_t *cores);
@@ -84,6 +93,7 @@ class Engine {
   void attend(uint64_t seen);
   bool try_poller_role();
   bool serve(size_t looks);
+  void forget(Mailboxes &mailboxes);
   void disarm_all();
 
   const gr_isa isa_;

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 4
+#define GR_ABI_VERSION 5
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -105,7 +105,8 @@ int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *ticket);
 /* Blocks until the job is done and returns its status. Each ticket is waited for exactly once. */
 int32_t gr_wait(gr_engine *engine, uint64_t ticket);
 
-/* For tests and benchmarks: each unit of work takes `factor` (>= 1) times as long. */
+/* For tests and benchmarks: each unit of work takes `factor` (>= 1) times as long. A change ends the pauses that the
+ * factor before it made. */
 int32_t gr_engine_throttle(gr_engine *engine, double factor);
 
 /* Copies boxes and formats. What the jobs and words point to must stay alive until the mailboxes are destroyed or
@@ -128,9 +129,12 @@ int32_t gr_mailboxes_failure(gr_mailboxes *mailboxes, int32_t *index);
 /* A mailbox whose request is unserved or whose job is under way; -1: none. */
 int32_t gr_mailboxes_pending(const gr_mailboxes *mailboxes);
 
-/* After gr_mailboxes_disarm, for a device that would wait for ever: drops requests and raises done of every
- * mailbox. Clear all done words before arming again. */
-int32_t gr_mailboxes_release(gr_mailboxes *mailboxes);
+/* For a device that would wait for ever, and for good: drops requests, serves no more and raises done of each mailbox,
+ * at once and also while jobs run. Then waits up to limit_ms for jobs that had been seen. *late: 1 if one may still
+ * run, which will read its input and the experts, and write out, busy_ns and done; all that must stay alive, and so
+ * must the mailboxes, until a call sets *late to 0. May be called again, which only waits. Never waits beyond the
+ * limit, whichever threads hang. */
+int32_t gr_mailboxes_abandon(gr_mailboxes *mailboxes, int64_t limit_ms, int32_t *late);
 
 const char *gr_last_error(void);
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_NAME = "libgreenroom_cpu.so"
 
 
@@ -95,10 +95,12 @@ def load_library() -> ctypes.CDLL:
     library.gr_mailboxes_create.restype = c_int32
     library.gr_mailboxes_destroy.argtypes = [c_void_p]
     library.gr_mailboxes_destroy.restype = None
-    for name in ("arm", "disarm", "release"):
+    for name in ("arm", "disarm"):
         function = getattr(library, f"gr_mailboxes_{name}")
         function.argtypes = [c_void_p]
         function.restype = c_int32
+    library.gr_mailboxes_abandon.argtypes = [c_void_p, c_int64, POINTER(c_int32)]
+    library.gr_mailboxes_abandon.restype = c_int32
     library.gr_mailboxes_failure.argtypes = [c_void_p, POINTER(c_int32)]
     library.gr_mailboxes_failure.restype = c_int32
     library.gr_mailboxes_pending.argtypes = [c_void_p]

@@ -7,6 +7,10 @@
 //            the device: 0, before its next request.
 // A mailbox has one request outstanding at most. Its record belongs to the poller from the request until the job
 // is queued, and then to the job; once done is raised nobody but the next request's poller touches it.
+//
+// Of mailboxes that are given up, request and done have one more writer: whoever gives them up clears the one and
+// raises the other, for a device that waits. Jobs that were seen before go on, write their output and raise done behind
+// it. So done says nothing about the output any more, and such mailboxes are never armed again.
 #ifndef GREENROOM_MAILBOX_H
 #define GREENROOM_MAILBOX_H
 
@@ -66,6 +70,8 @@ class Mailboxes {
   int32_t pending() const;  // -1: none
   void release();
 
+  bool given_up() const { return given_up_.load(std::memory_order_relaxed); }
+
   // Keeps the first failure until it is taken.
   void report(int32_t index, const char *sentence) noexcept;
   bool take_failure(int32_t *index, std::string *sentence);
@@ -75,7 +81,10 @@ class Mailboxes {
 
   std::deque<Mailbox> boxes_;
   bool armed_ = false;       // guarded by the engine's poller role
-  uint32_t under_way_ = 0;   // jobs queued or running; guarded by the engine's mutex
+  // Jobs queued or running. Changed with the engine's mutex held; the last thing that an ended job does with these
+  // mailboxes.
+  std::atomic<uint32_t> under_way_{0};
+  std::atomic<bool> given_up_{false};
 
   std::mutex failure_mutex_;  // guards everything below
   int32_t failed_ = -1;
