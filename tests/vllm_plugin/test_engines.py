@@ -142,6 +142,21 @@ def test_a_worker_that_cannot_load_keeps_nothing(tiny_model, monkeypatch):
     assert closed == [3], "three layers had memory"
 
 
+def test_too_little_host_memory_is_refused_before_weights_are_read(tiny_model, monkeypatch):
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from greenroom import hardware
+    from greenroom.errors import MemoryLimitError
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda *_, **__: pytest.fail("weights are being read"))
+    monkeypatch.setattr(hardware, "available_host_bytes", lambda: 1 << 20)
+    with (
+        pytest.raises(MemoryLimitError, match=r"needs 0\.00 GiB and those before it .* free memory"),
+        engine(tiny_model("qwen3_moe", torch.float32), **offload(4)),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     "ways",
     [

@@ -87,6 +87,11 @@ def test_eight_clients_and_their_metrics(environment, tmp_path):
         assert sum(float(count) for _, count in hits) > 0
         assert "greenroom_expert_cpu_total" in metrics
         assert "vllm:" in metrics
+        said = [line for line in log.read_text().splitlines() if "Expert offloading: 8 layers of 32 experts" in line]
+        assert len(said) == 1
+        assert "INFO" in said[0]
+        assert "8 slots a layer" in said[0]
+        assert "policy lru, cache_topk all" in said[0]
     finally:
         process.terminate()
         try:

@@ -19,6 +19,7 @@ def describe_rank(experts: RankExperts, way: str, decides: bool) -> str:
     slots = experts.plan.slots
     who = f"Expert offloading, rank {share.index + 1} of {share.count}" if share.count > 1 else "Expert offloading"
     where = "page-locked" if store.locked else "not page-locked"
+    threads = experts.engine.threads
     cores = "not pinned" if experts.cores is None else f"on cores {_ranges(experts.cores)}"
     if experts.device.type == "cuda":
         device = f"{experts.device_bytes / GIB:.2f} GiB of GPU memory for slots and buffers"
@@ -27,7 +28,7 @@ def describe_rank(experts: RankExperts, way: str, decides: bool) -> str:
     parts = [
         f"{len(store)} layers of {_span(store.num_experts)} experts, {_span(slots)} slots a layer",
         f"{store.nbytes / GIB:.2f} GiB of experts in host memory, {where}, and {device}",
-        f"{experts.engine.threads} CPU threads {cores}, {experts.engine.isa.label}",
+        f"{threads} CPU thread{'s' if threads > 1 else ''} {cores}, {experts.engine.isa.label}",
         _policy(experts) if decides else "",
         f"model loaded in {experts.load_seconds:.1f} s",
         way,
