@@ -35,6 +35,10 @@ def test_cores_follow_affinity_and_quota(tmp_path, monkeypatch):
     assert hardware.usable_cores(tmp_path) == [1, 3, 5, 7]
     (tmp_path / "cpu.max").write_text("250000 100000\n")
     assert hardware.usable_cores(tmp_path) == [1, 3]
+    assert not hardware.may_pin(tmp_path)
+    (tmp_path / "cpu.max").write_text("400000 100000\n")
+    assert hardware.usable_cores(tmp_path) == [1, 3, 5, 7]
+    assert hardware.may_pin(tmp_path)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert hardware.usable_cores(tmp_path) == [1]
     (tmp_path / "cpu.max").write_text("max 100000\n")
@@ -43,9 +47,12 @@ def test_cores_follow_affinity_and_quota(tmp_path, monkeypatch):
 
 def test_one_core_is_left_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(hardware, "usable_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(hardware, "may_pin", lambda: True)
     assert hardware.engine_cores(None, beside_gpu=True) == (3, [1, 2, 3])
     assert hardware.engine_cores(None, beside_gpu=False) == (4, [0, 1, 2, 3])
     assert hardware.engine_cores(2, beside_gpu=True) == (2, [2, 3])
     assert hardware.engine_cores(9, beside_gpu=True) == (9, None)
     monkeypatch.setattr(hardware, "usable_cores", lambda: [0])
     assert hardware.engine_cores(None, beside_gpu=True) == (1, [0])
+    monkeypatch.setattr(hardware, "may_pin", lambda: False)
+    assert hardware.engine_cores(None, beside_gpu=True) == (1, None)

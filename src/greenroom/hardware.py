@@ -38,6 +38,13 @@ def usable_cores(cgroup: Path = _CGROUP) -> list[int]:
     return cores if quota is None else cores[: max(1, int(quota))]
 
 
+def may_pin(cgroup: Path = _CGROUP) -> bool:
+    """Whether threads may be pinned. Not under a quota of less time than there are cores: containers with the same
+    cores would all take the first ones, and leave the others idle."""
+    quota = _cpu_quota(cgroup / "cpu.max")
+    return quota is None or quota >= len(os.sched_getaffinity(0))
+
+
 def engine_cores(threads: int | None, beside_gpu: bool) -> tuple[int, list[int] | None]:
     """Number of CPU engine threads and the cores to pin them to.
 
@@ -48,12 +55,13 @@ def engine_cores(threads: int | None, beside_gpu: bool) -> tuple[int, list[int] 
         threads: what was asked for, or None.
 
     Returns:
-        The cores are None if there are fewer than threads: unpinned threads share them better.
+        The cores are None if there are fewer than threads, since unpinned threads share them better, or if threads
+        are not to be pinned (``may_pin``).
     """
     cores = usable_cores()
     if threads is None:
         threads = max(1, len(cores) - 1) if beside_gpu else len(cores)
-    return threads, cores[len(cores) - threads :] if threads <= len(cores) else None
+    return threads, cores[len(cores) - threads :] if threads <= len(cores) and may_pin() else None
 
 
 def map_host_memory(size: int, purpose: str) -> torch.Tensor:

@@ -51,6 +51,9 @@ def test_no_core_twice_and_none_that_is_not_usable(cores, count, data):
 def test_a_core_is_left_to_the_gpus_thread(monkeypatch):
     monkeypatch.setattr("greenroom.vllm_plugin.binding.hardware.usable_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr("greenroom.vllm_plugin.binding.node_cores", list)
+    monkeypatch.setattr("greenroom.vllm_plugin.binding.hardware.may_pin", lambda: False)
+    assert rank_cores(None, Share(0, 1, beside_gpu=True)) == (3, None)
+    monkeypatch.setattr("greenroom.vllm_plugin.binding.hardware.may_pin", lambda: True)
     assert rank_cores(None, Share(0, 1, beside_gpu=True)) == (3, [1, 2, 3])
     assert rank_cores(None, Share(1, 2, beside_gpu=False)) == (2, [2, 3])
     assert rank_cores(2, Share(0, 1, beside_gpu=True)) == (2, [2, 3])

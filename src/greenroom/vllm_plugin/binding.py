@@ -34,7 +34,7 @@ def rank_cores(threads: int | None, share: Share) -> tuple[int, list[int] | None
     own = divide_cores(hardware.usable_cores(), node_cores(), share)
     if threads is None:
         threads = max(1, len(own) - 1) if share.beside_gpu else len(own)
-    return threads, own[len(own) - threads :] if threads <= len(own) else None
+    return threads, own[len(own) - threads :] if threads <= len(own) and hardware.may_pin() else None
 
 
 def divide_cores(cores: list[int], nodes: list[list[int]], share: Share) -> list[int]:
