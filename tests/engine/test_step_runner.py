@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from greenroom.engine.offload import offload_of
 from greenroom.errors import ConfigError, EngineError
+from greenroom.experts import mailbox
 from greenroom.experts.decode_steps import DecodeSteps
 from greenroom.experts.mailbox import Mailboxes
 from tests.engine.offloaded import offloaded, random_ids, saved_family
@@ -187,6 +188,32 @@ def test_a_step_that_nobody_answers_is_given_up(mixtral, monkeypatch):
         runner.close()
         runner.close()
         check_model_is_usable(stock, model)
+
+
+def test_a_step_whose_cpu_job_does_not_end_is_given_up(mixtral, monkeypatch, caplog):
+    stock, folder = mixtral
+    monkeypatch.setattr(mailbox, "LATE_JOB_S", 0.05)
+    with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
+        engine = offload_of(model).engine
+        runner = StepRunner(model, 3, 16, watchdog_s=1)
+        runner.prefill(random_ids(3, 4).to(DEVICE))
+        runner.steps.split = only(0, 8)
+        runner.step()
+        boxes = runner.steps.path.mailboxes
+        engine.throttle(1e12)  # for as long as this holds
+        try:
+            with pytest.raises(EngineError, match=r"^decode step \d+: layer 0 has not been answered within 1 s$"):
+                runner.step()
+            assert boxes.pending() == 0, "its job is not under way"
+            with pytest.raises(EngineError, match=r"given up: decode step \d+: layer 0 has not been answered"):
+                runner.step()
+            runner.close()
+            assert "job of layer 0 was given up and has not ended" in caplog.text
+        finally:
+            engine.throttle(1)
+        check_model_is_usable(stock, model)
+    assert boxes.abandon(0)
+    assert engine._mailboxes == []
 
 
 @pytest.mark.parametrize("layer", [0, 1])

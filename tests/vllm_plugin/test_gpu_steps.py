@@ -7,6 +7,7 @@ import torch
 
 from greenroom import hardware
 from greenroom.errors import EngineError
+from greenroom.experts import mailbox
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.vllm_plugin.binding import Share
 from greenroom.vllm_plugin.formats import LayerFormat
@@ -16,7 +17,9 @@ from tests.reference.expert_math import moe_float64
 
 pytest.importorskip("triton")
 
+from greenroom.experts import decode_path
 from greenroom.vllm_plugin import gpu_steps
+from tests.experts.test_decode_path import only
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 FMT = ExpertFormat(32, 32, torch.float32, Activation(ActivationKind.SILU))
@@ -156,6 +159,63 @@ def test_a_step_that_does_not_end_is_given_up(rank, monkeypatch):
             driver.settle()
     finally:
         driver.close()
+
+
+@pytest.mark.parametrize("how", ["next step", "close"])
+def test_a_step_whose_cpu_job_does_not_end_is_given_up(rank, monkeypatch, caplog, how):
+    """The main thread waits for the device, which waits for a job that has begun; the watcher frees both."""
+    driver = gpu_steps.GpuStepDriver(rank, watchdog_s=1)
+    boxes = driver._mailboxes
+    driver._steps.split = only(0, EXPERTS)
+    if DEVICE.type != "cuda":
+        # As on a GPU, where work is enqueued: its end is reached once done has been raised.
+        monkeypatch.setattr(decode_path, "wait_until_one", lambda word, device, limit_s: None)
+        monkeypatch.setattr(driver, "mark_end", lambda: Raised(boxes.done[0, :1]))
+    monkeypatch.setattr(mailbox, "LATE_JOB_S", 0.05)
+    model = Model(driver)
+    driver.attach(model)
+    rank.engine.throttle(1e12)  # for as long as this holds
+    try:
+        with driver.counted(4):
+            driver.run(4, lambda: driver.run_layer(0, *absent_only(driver, 4)))
+        deadline = time.monotonic() + 20
+        while boxes.request[0, 0]:
+            assert time.monotonic() < deadline, "the job has not begun"
+        if how == "next step":
+            with pytest.raises(
+                EngineError, match=r"given up: decode step \d+: layer 0 has not been answered within 1 s"
+            ):
+                call(model, driver, 2, rows=2)
+        driver.close()
+        assert boxes.pending() == 0, "the job is not under way"
+        assert driver._given_up.endswith("layer 0 has not been answered within 1 s")
+        assert "job of layer 0 was given up and has not ended" in caplog.text
+    finally:
+        rank.engine.throttle(1)
+    boxes.close()
+    assert boxes.pending() is None
+
+
+class Raised:
+    """Reached once a done word has been raised."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def query(self):
+        return bool(self.done[0])
+
+    def synchronize(self):
+        while not self.query():
+            time.sleep(0.01)
+
+
+def absent_only(driver, tokens):
+    """Inputs of a layer whose every choice is an expert without a slot."""
+    absent = (driver.manager.cache.layer_map(0) < 0).nonzero()[0][:TOP_K]
+    inputs = batch(tokens)
+    ids = torch.tensor(absent, dtype=torch.int32, device=DEVICE).expand(tokens, TOP_K).contiguous()
+    return inputs["hidden"], ids, inputs["weights"]
 
 
 def test_an_error_inside_a_step_is_the_callers(driver):
