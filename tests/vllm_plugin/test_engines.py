@@ -142,6 +142,21 @@ def test_a_worker_that_cannot_load_keeps_nothing(tiny_model, monkeypatch):
     assert closed == [3], "three layers had memory"
 
 
+def test_a_worker_that_fails_when_all_is_loaded_keeps_nothing(tiny_model, monkeypatch):
+    from greenroom.vllm_plugin import worker
+    from greenroom.vllm_plugin.rank import RankExperts
+    from greenroom.vllm_plugin.steps import StepDriver
+
+    closed = []
+    close = RankExperts.close
+    monkeypatch.setattr(StepDriver, "close", lambda self: closed.append("steps"))
+    monkeypatch.setattr(RankExperts, "close", lambda self: (closed.append("experts"), close(self)))
+    monkeypatch.setattr(worker, "CounterFile", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"), engine(tiny_model("qwen3_moe", torch.float32), **offload(4)):
+        pass
+    assert closed == ["steps", "experts"]
+
+
 def test_too_little_host_memory_is_refused_before_weights_are_read(tiny_model, monkeypatch):
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 

@@ -49,11 +49,10 @@ class OffloadMixin:
             self._make_ready(self.experts)
         except BaseException:
             # Nobody shuts down a worker that has not come up, and what is page-locked stays so until it is unlocked.
+            if self.steps is not None:
+                self.steps.close()
             self.experts.close()
             raise
-        assert self.steps is not None
-        logger.info(describe_rank(self.experts, self.steps.way, decides=self.steps.counts))
-        self.counter_file = CounterFile(self.vllm_config.instance_id, self.rank, len(self.steps.manager.layers))
 
     def _make_ready(self, experts: RankExperts) -> None:
         model = self.model_runner.get_model()
@@ -67,6 +66,8 @@ class OffloadMixin:
                 layer.offloaded = functools.partial(steps.run_layer, index)
         steps.attach(model)
         experts.device_bytes = _allocated(experts.device) - before
+        self.counter_file = CounterFile(self.vllm_config.instance_id, self.rank, len(steps.manager.layers))
+        logger.info(describe_rank(experts, steps.way, decides=steps.counts))
 
     def make_steps(self, experts: RankExperts, layers: list[OffloadingLayer]) -> StepDriver:
         """The driver of this kind of worker's steps; may give layers another way to run."""
