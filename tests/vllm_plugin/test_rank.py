@@ -219,3 +219,22 @@ def test_the_sentence_of_locking_is_the_callers(monkeypatch):
     with pytest.raises(MemoryLimitError, match="memlock=-1', or do something else") as caught:
         hardware.lock_pages(0, 4096, otherwise="do something else")
     assert "pin_memory" not in str(caught.value)
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_is_full_when_slots_are_allocated(monkeypatch):
+    locked, lock, unlock = set(), hardware.lock_pages, hardware.unlock_pages
+    monkeypatch.setattr(hardware, "lock_pages", lambda at, size, otherwise: (lock(at, size, otherwise), locked.add(at)))
+    monkeypatch.setattr(hardware, "unlock_pages", lambda at: (unlock(at), locked.remove(at)))
+    experts = make(GPU, slots=2)
+    for _ in range(2):
+        add(experts, LARGE, 2)
+    assert len(locked) == 2
+    others = torch.empty(rank_module.device_free(GPU) - GIB // 2, dtype=torch.uint8, device=GPU)
+    with pytest.raises(MemoryLimitError, match=r"2 slots in each of 2 layers take 1\.50 GiB.*0\.\d+ GiB were free"):
+        experts.finish()
+    experts.close()
+    assert not locked
+    del others
+    torch.cuda.empty_cache()
+    torch.zeros(4, device=GPU).sum().item()  # the failure left no error behind
