@@ -44,6 +44,13 @@ def test_a_file_that_is_not_ours_is_measured_over(measured, tmp_path, content):
     assert len(measured) == 1
 
 
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(measured, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    file = tmp_path / "file" / "rates.json"
+    assert machine_rates(False, file=file) == MEASURED
+    assert "not kept for the next time" in caplog.text
+
+
 def test_a_gpu_that_is_not_there_is_assumed(measured, tmp_path):
     rates = machine_rates(True, file=tmp_path / "rates.json")
     assert rates == assume_gpu(MEASURED)

@@ -64,7 +64,25 @@ def test_a_conversation_longer_than_the_context(runner, fake):
     assert "context holds" in result.stderr
 
 
-@pytest.mark.parametrize("flags", [["--max-tokens", "0"], ["--device", "tpu"], ["--temperature", "-1"]])
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no system message') }}", "{{ 1 / 0 }}"])
+def test_a_template_that_cannot_render(runner, fake, template):
+    fake.tokenizer.chat_template = template
+    result = runner.invoke(app, CHAT, input="hello\n")
+    assert result.exit_code == 2
+    assert "the model's chat template cannot render this conversation" in result.stderr
+    assert (result.stdout, result.stderr.count("\n"), fake.closes) == ("", 1, 1)
+
+
+def test_input_that_is_no_text(runner, fake):
+    result = runner.invoke(app, CHAT, input=b"\xff\xfe\n")
+    assert result.exit_code == 2
+    assert "is not valid UTF-8" in result.stderr
+    assert (result.stdout, result.stderr.count("\n"), fake.closes) == ("", 1, 1)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--max-tokens", "0"], ["--device", "tpu"], ["--temperature", "-1"], ["--system", "\udcff"]]
+)
 def test_wrong_values(runner, fake, flags):
     result = runner.invoke(app, [*CHAT, *flags], input="hello\n")
     assert result.exit_code == 2

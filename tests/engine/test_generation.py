@@ -142,7 +142,28 @@ def test_max_tokens_below_one(max_tokens):
         check_request("abc", max_tokens)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.1}])
+@pytest.mark.parametrize("prompt", ["\udcff\udcfe", "a\ud800"])
+def test_a_prompt_that_is_no_text(prompt):
+    with pytest.raises(ConfigError, match="the prompt is not valid UTF-8"):
+        check_request(prompt, 4)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 0, 2**64 - 1])
+def test_seeds_at_the_edge(model, tokenizer, seed):
+    assert generate(model, tokenizer, "abc", 1, temperature=1.0, seed=seed).token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"seed": 2**64},
+        {"seed": -(2**63) - 1},
+    ],
+)
 def test_sampling_numbers_out_of_range(options):
     with pytest.raises(ConfigError, match="must be"):
         check_request("abc", 4, **options)

@@ -137,6 +137,25 @@ def test_unknown_model_type(folder):
     refuse(folder, UnsupportedModelError, "cannot read", "never_heard_of")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"hidden_size": -128}, "-128"),
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"dtype": "bloat16"}, "bloat16"),
+    ],
+)
+def test_configurations_of_which_no_model_can_be_made(folder, changes, words):
+    edit_config(folder, **changes)
+    refuse(folder, UnsupportedModelError, "transformers", words)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float64", "int8", "no"])
+def test_unknown_dtypes(folder, dtype):
+    refuse(folder, ConfigError, f"unknown dtype '{dtype}'", dtype=dtype)
+
+
 def test_missing_file(folder):
     (folder / "model.safetensors").unlink()
     refuse(folder, CheckpointError, "safetensors")

@@ -2,7 +2,9 @@
 
 import json
 import socket
+import time
 
+import httpx2 as httpx
 import pytest
 
 from greenroom.errors import ConfigError, MemoryLimitError
@@ -180,6 +182,25 @@ def test_too_large(server):
     check(response, 413, "more than 20000 bytes", code="body_too_large")
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("api_key", [None, "secret"])
+def test_a_refused_body_is_read_on_so_that_the_answer_arrives(engine, chunked, api_key):
+    """All of a body is sent, bit by bit, before the answer is read, as simple clients do."""
+    parts, part = 40, b"x" * 1000
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {parts * len(part)}"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+    with running(engine, engine.tokenizer, max_body=20_000, api_key=api_key) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(head.encode())
+            for _ in range(parts):
+                time.sleep(0.005)
+                connection.sendall(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+            connection.sendall(b"0\r\n\r\n" if chunked else b"")
+            answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 413 " if api_key is None else b"HTTP/1.1 401 "), answer
+
+
 def test_key():
     engine = ScriptedEngine()
     with running(engine, engine.tokenizer, api_key="secret") as server:
@@ -202,14 +223,23 @@ def test_key():
 
 
 def test_full_queue(server, engine):
-    engine.capacity = 1
+    engine.capacity = 2
     engine.gate.clear()
-    error = server.post(CHAT, HELLO | {"n": 2})
-    check(error, 429, code="queue_full")
-    assert int(error.headers["Retry-After"]) > 0
-    until(lambda: engine.stats().running == 0)  # the choice that had been taken is given up
-    engine.gate.set()
+    with httpx.stream("POST", server.url + CHAT, json=HELLO | {"stream": True}, timeout=60):
+        until(lambda: engine.stats().running == 1)
+        error = server.post(CHAT, HELLO | {"n": 2})
+        check(error, 429, code="queue_full")
+        assert int(error.headers["Retry-After"]) > 0
+        until(lambda: engine.stats().running == 1)  # the choice that had been taken is given up
+        engine.gate.set()
     assert server.post(CHAT, HELLO).status_code == 200
+
+
+def test_more_outputs_than_are_ever_taken(server, engine):
+    engine.capacity = 2
+    check(server.post(CHAT, HELLO | {"n": 3}), 400, "3 outputs are more than the 2", "n")
+    check(server.post(COMPLETIONS, PROMPT | {"prompt": ["a", "b"], "n": 2}), 400, "4 outputs are more than the 2", "n")
+    assert server.post(CHAT, HELLO | {"n": 2}).status_code == 200
 
 
 def test_draining(server, engine):

@@ -1,6 +1,7 @@
 """The rates that predictions start from: measured once a machine and kept in the user's cache folder."""
 
 import json
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from greenroom.bench.experts import run_expert_benchmark
 from greenroom.bench.result import cpu_name
 from greenroom.engine.speed import Rates
 from greenroom.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 1
 """Of what is measured, so that older files are measured again."""
@@ -50,13 +53,21 @@ def machine_rates(on_gpu: bool, threads: int | None = None, file: Path | None = 
     known = _read(file)
     if again or key not in known:
         known[key] = asdict(_measure(measured_gpu, threads))
+        _keep(known, file)
+    rates = Rates(**known[key])
+    return rates if measured_gpu or not on_gpu else assume_gpu(rates)
+
+
+def _keep(known: dict[str, Any], file: Path) -> None:
+    """For the next time. A folder that cannot be written costs that time another measurement, and this one nothing."""
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # A reader never sees half a file.
         temporary = file.with_suffix(".tmp")
         temporary.write_text(json.dumps(known, indent=1))
         temporary.replace(file)
-    rates = Rates(**known[key])
-    return rates if measured_gpu or not on_gpu else assume_gpu(rates)
+    except OSError as error:
+        logger.warning("the measured rates are not kept for the next time: %s", error)
 
 
 def given_rates(cpu_gb_s: float, pcie_gb_s: float | None) -> Rates:

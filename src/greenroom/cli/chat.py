@@ -9,7 +9,7 @@ from greenroom.cli import options, output
 from greenroom.cli.offload_options import takes_offload_config
 from greenroom.cli.session import open_model, silence
 from greenroom.config import OffloadConfig
-from greenroom.errors import GreenroomError, UnsupportedModelError
+from greenroom.errors import ConfigError, GreenroomError, UnsupportedModelError
 
 _INTRODUCTION = "/reset starts over, /exit or Ctrl-D ends."
 
@@ -30,7 +30,9 @@ def chat(
     """Talk with a model whose experts are offloaded. Reads one message a line."""
     from greenroom.engine import generation
 
-    generation.check_request("-", max_tokens, temperature=temperature, top_p=top_p)
+    generation.check_request("-", max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if system is not None:
+        generation.check_text(system, "the system message")
     interactive = sys.stdin.isatty()
     opened = open_model(model, config, quiet=not interactive, tokens=max_tokens, dtype=dtype)
     with silence(not interactive), opened as (loaded, tokenizer):
@@ -47,10 +49,11 @@ def chat(
                 continue
             if not message:
                 continue
-            prompt = conversation.prompt(message)
-            limit = generation.context_length(loaded)
-            room = max_tokens if limit is None else max(1, limit - len(prompt))
             try:
+                generation.check_text(message, "the message")
+                prompt = conversation.prompt(message)
+                limit = generation.context_length(loaded)
+                room = max_tokens if limit is None else max(1, limit - len(prompt))
                 reply = generation.generate(
                     loaded,
                     tokenizer,
@@ -86,9 +89,22 @@ class Conversation:
         self.turns = list(self._opening)
 
     def prompt(self, message: str) -> list[int]:
-        """Token ids of the conversation with ``message`` as the user's next turn, up to the reply."""
+        """Token ids of the conversation with ``message`` as the user's next turn, up to the reply.
+
+        Raises:
+            UnsupportedModelError: the template is broken, or refuses the conversation, as some do a system message.
+        """
+        from jinja2 import TemplateError
+
         turns = [*self.turns, {"role": "user", "content": message}]
-        encoded = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        try:
+            encoded = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+            reason = " ".join(str(error).split())
+            raise UnsupportedModelError(
+                f"the model's chat template cannot render this conversation ({reason}); "
+                "leave out --system, or use 'greenroom generate' instead"
+            ) from error
         return list(encoded["input_ids"])
 
     def add(self, message: str, reply: str) -> None:
@@ -102,3 +118,5 @@ def _read_message(interactive: bool) -> str | None:
         return input("> " if interactive else "").strip()
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise ConfigError("the input is not valid UTF-8; convert it") from error

@@ -54,21 +54,41 @@ class Generation:
 
 
 def check_request(
-    prompt: str | Sequence[int], max_tokens: int, *, temperature: float = 0.0, top_p: float = 1.0
+    prompt: str | Sequence[int],
+    max_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
 ) -> None:
     """Checks all of a request that can be checked without a model.
 
     Raises:
-        ConfigError: an empty prompt, or a number outside its range.
+        ConfigError: a prompt that is empty or no Unicode text, or a number outside its range.
     """
     if len(prompt) == 0:
         raise ConfigError("the prompt is empty; give at least one word")
+    if isinstance(prompt, str):
+        check_text(prompt, "the prompt")
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be at least 1, not {max_tokens}")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature must be 0 or more, not {temperature}")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p must be above 0 and at most 1, not {top_p}")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed must be between -2^63 and 2^64 - 1, not {seed}")
+
+
+def check_text(text: str, what: str) -> None:
+    """
+    Raises:
+        ConfigError: bytes that are no characters are in ``text``, as a shell or a pipe may hand them on.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} is not valid UTF-8; convert it") from error
 
 
 def generate(
@@ -98,7 +118,7 @@ def generate(
     Raises:
         ConfigError: an empty prompt, one that does not fit the model, or a number outside its range.
     """
-    check_request(prompt, max_tokens, temperature=temperature, top_p=top_p)
+    check_request(prompt, max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     ids = list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
     _check_fit(model, ids, max_tokens)
     input_ids = torch.tensor([ids], dtype=torch.long, device=model.device)

@@ -20,6 +20,8 @@ from greenroom.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 _METHOD = "greenroom"
 
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The model's configuration.
@@ -32,9 +34,9 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"'{folder}' has no config.json; give a Hugging Face model id or a model's folder")
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # of any type: each family reads its fields in its own way
         raise UnsupportedModelError(
-            f"transformers {transformers.__version__} cannot read '{folder}': {error}"
+            f"transformers {transformers.__version__} cannot read '{folder}': {_first_sentence(error)}"
         ) from error
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
@@ -56,10 +58,9 @@ def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.d
     if dtype == "auto":
         stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         return stored if isinstance(stored, torch.dtype) else torch.bfloat16
-    resolved = getattr(torch, dtype, None)
-    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
-        raise ConfigError(f"unknown dtype '{dtype}'; choose auto, bfloat16, float16 or float32")
-    return resolved
+    if dtype not in _DTYPES:
+        raise ConfigError(f"unknown dtype '{dtype}'; choose auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
 
 
 def describe(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
@@ -67,8 +68,11 @@ def describe(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
     with torch.device("meta"):
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        except ValueError as error:
-            raise UnsupportedModelError(f"transformers has no text model for '{config.model_type}': {error}") from error
+        except Exception as error:  # of any type: each family builds itself in its own way
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} makes no text model of this '{config.model_type}' "
+                f"configuration: {_first_sentence(error)}"
+            ) from error
         return inspect_model(model)
 
 
@@ -107,6 +111,12 @@ def _without_load_report() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(level)
+
+
+def _first_sentence(error: Exception) -> str:
+    """Of a message that may have paragraphs; the type's name says what a bare value, as of a KeyError, does not."""
+    said = " ".join(str(error).strip().split("\n\n")[0].split()) or "no reason given"
+    return said if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {said}"
 
 
 def _wrong_shape(name: str, found: torch.Size, expected: torch.Size) -> str:

@@ -1,5 +1,7 @@
 """What stands before all routes: the key, the size of bodies, draining, and counting how requests end."""
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 
@@ -12,6 +14,10 @@ from greenroom.server.metrics import ServerMetrics
 
 _OPEN_PATHS = frozenset({"/health"})
 _COUNTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models"})
+
+
+_DISCARD_S = 2.0
+"""For the rest of a body that is refused."""
 
 
 class Gate:
@@ -40,6 +46,9 @@ class Gate:
             try:
                 self._check(scope)
             except ApiError as error:
+                # Whoever waits for "100 Continue" has sent nothing yet; asking for it is what reading would do.
+                if all(name != b"expect" for name, _ in scope["headers"]):
+                    await _discard(receive)
                 await errors.response(error)(scope, receive, noting)
             else:
                 await self._app(scope, self._limited(receive), noting)
@@ -72,6 +81,8 @@ class Gate:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._max_body:
+                if message.get("more_body", False):
+                    await _discard(receive)
                 raise self._too_large()
             return message
 
@@ -84,6 +95,15 @@ class Gate:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+async def _discard(receive: Receive) -> None:
+    """Reads on for a while: a connection closed on unread bytes is reset, and the reset may overtake the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            message = await receive()
+            while message["type"] == "http.request" and message.get("more_body", False):
+                message = await receive()
 
 
 def _digest(key: bytes) -> bytes:

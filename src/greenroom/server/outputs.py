@@ -49,6 +49,13 @@ class Outputs:
         Raises:
             ApiError: the engine does not take them.
         """
+        if len(jobs) > engine.capacity:
+            # Not 429: a client that tries again would do so for ever.
+            raise bad_request(
+                f"{len(jobs)} outputs are more than the {engine.capacity} that this server takes at once; "
+                "lower n, or send fewer prompts",
+                "n",
+            )
         self._metrics = metrics
         self._jobs = jobs
         self._loop = asyncio.get_running_loop()

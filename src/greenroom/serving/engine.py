@@ -110,6 +110,11 @@ class ServingEngine:
         """See ``Engine``."""
         return self._facts.vocabulary
 
+    @property
+    def capacity(self) -> int:
+        """See ``Engine``."""
+        return self._capacity
+
     def submit(
         self,
         prompt_ids: Sequence[int],

@@ -137,6 +137,10 @@ class Engine(Protocol):
     def vocabulary(self) -> int:
         """Width of the logits."""
 
+    @property
+    def capacity(self) -> int:
+        """Requests that run or wait at most."""
+
     def submit(
         self,
         prompt_ids: Sequence[int],
