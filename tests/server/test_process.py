@@ -115,6 +115,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--dbo", "on", "--device", "cpu"], "dbo cannot be on: decode steps are no graphs"),
         (["--request-timeout", "0"], "--request-timeout must be above 0"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
+        (["--host", ""], "--host is empty"),
+        (["--max-context", "0"], "--max-context must be at least 1, not 0"),
+        (["--max-step-tokens", "0"], "--max-step-tokens must be at least 1, not 0"),
+        (["--served-model-name", " "], "--served-model-name is empty"),
     ],
 )
 def test_wrong_options(arguments, says):

@@ -83,6 +83,13 @@ def serve(
     kv_bytes = None if kv_cache is None else parse_size(kv_cache)
     body_bytes = parse_size(max_body)
     _check(max_sequences, max_waiting, request_timeout, drain_timeout, body_bytes, api_key)
+    for flag, tokens in (("--max-context", max_context), ("--max-step-tokens", max_step_tokens)):
+        if tokens is not None and tokens < 1:
+            raise ConfigError(f"{flag} must be at least 1, not {tokens}")
+    if not host.strip():
+        raise ConfigError("--host is empty; give an address, 0.0.0.0 for all")
+    if served_model_name is not None and not served_model_name.strip():
+        raise ConfigError("--served-model-name is empty; give a name, or leave it out for the last part of MODEL")
     if sampling_defaults not in ("model", "openai"):
         raise ConfigError(f"--sampling-defaults is model or openai, not '{sampling_defaults}'")
     try:
@@ -90,7 +97,7 @@ def serve(
         from greenroom.server import metrics, run
     except ImportError as error:
         raise ConfigError(
-            f'the server needs packages that are not installed ({error.name}): pip install "greenroom[serve]"'
+            f'the server needs packages that are not installed ({error.name or error}): pip install "greenroom[serve]"'
         ) from error
     import greenroom
     from greenroom.engine.demand import DEFAULT_CONTEXT, Demand
