@@ -127,7 +127,10 @@ def test_measured_rates(runner, q30, monkeypatch):
         (["--vram", "much"], "'much' is not a size"),
         ([*BIG, "--weights-offload-params", "x"], "no effect without offloaded weights"),
         ([*BIG, "--weights-offload-group-size", "50"], "no layer is offloaded"),
-        (["--vram", "80GiB", "--cpu-bandwidth", "-1", "--pcie-bandwidth", "2"], "cpu_gb_s must be more than 0"),
+        (
+            ["--vram", "80GiB", "--cpu-bandwidth", "-1", "--pcie-bandwidth", "2"],
+            "--cpu-bandwidth must be a finite number",
+        ),
         (["--vram", "80GiB", "--cpu-bandwidth", "8e10", "--pcie-bandwidth", "2"], "cpu_gb_s is in GB/s, like 80"),
     ],
 )
@@ -153,3 +156,17 @@ def test_the_context_is_the_models_where_that_is_short(runner, tmp_path):
     config.save_pretrained(tmp_path)
     data = json.loads(run(runner, str(tmp_path), *BIG, "--json").stdout)
     assert data["context"] == 100
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "inf", "nan"])
+@pytest.mark.parametrize("lane", ["cpu", "pcie", "gpu"])
+def test_impossible_bandwidths_are_refused_by_the_names_of_their_flags(runner, q30, lane, rate):
+    result = run(runner, q30, "--vram", "80GiB", f"--{lane}-bandwidth", rate)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"--{lane}-bandwidth must be a finite number" in result.stderr
+
+
+def test_no_line_is_wrapped_in_a_pipe(runner, q30):
+    lines = run(runner, q30, *BIG).stdout.splitlines()
+    assert all(line[0] != " " or line.startswith(("  GPU: ", "  host: ")) for line in lines), lines
+    assert any("128 experts, 8 a token, 9.0 MiB each" in line for line in lines)

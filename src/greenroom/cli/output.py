@@ -79,7 +79,9 @@ def print_fields(fields: dict[str, str]) -> None:
     table.add_column()
     for name, value in fields.items():
         table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+    # Lines in a file or a pipe are for other programs, and as long as they need to be.
+    console = Console(soft_wrap=True)
+    (console if console.is_terminal else Console(soft_wrap=True, width=10_000)).print(table)
 
 
 def error_console() -> Console:

@@ -73,6 +73,9 @@ def plan(
     kv_offload_bytes = 0 if kv_offload is None else parse_size(kv_offload)
     if device == "cpu" and any(given is not None for given in (vram, pcie_bandwidth, gpu_bandwidth)):
         raise ConfigError("--vram, --pcie-bandwidth and --gpu-bandwidth are of a GPU; leave them out with --device cpu")
+    for flag, rate in (("cpu", cpu_bandwidth), ("pcie", pcie_bandwidth), ("gpu", gpu_bandwidth)):
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ConfigError(f"--{flag}-bandwidth must be a finite number of GB/s above 0, not {rate:g}")
     with one_json_object(as_json):
         from greenroom.engine.demand import DEFAULT_CONTEXT, Demand
         from greenroom.engine.loader import find_model
