@@ -130,14 +130,7 @@ def test_engine_arguments() -> None:
             assert (engine.threads, engine.isa) == (1, isa)
 
 
-def test_isa_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GREENROOM_ISA", "portable")
-    with CpuExperts(1) as engine:
-        assert engine.isa is Isa.PORTABLE
-    monkeypatch.setenv("GREENROOM_ISA", "mmx")
-    with pytest.raises(ConfigError, match="mmx"):
-        CpuExperts(1)
-    monkeypatch.delenv("GREENROOM_ISA")
+def test_by_default_the_best_isa_is_taken() -> None:
     with CpuExperts(1) as engine:
         assert engine.isa is supported_isas()[-1]
 
