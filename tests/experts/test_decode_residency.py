@@ -165,7 +165,8 @@ class Stage:
         out = self.steps.path.run(layer, hidden, ids, weights)
         self._check_slots(layer)
         expected = moe_float64(hidden[:rows], ids[:rows], weights[:rows], self.manager.store.views(layer), FMT)
-        torch.testing.assert_close(out[:rows].double(), expected, rtol=1e-5, atol=1e-5)
+        # Of float32, whose terms may cancel; another expert's bytes give something else altogether.
+        torch.testing.assert_close(out[:rows].double(), expected, rtol=1e-4, atol=1e-4)
         assert not out[rows:].any()
 
     def _check_slots(self, layer: int) -> None:
@@ -173,7 +174,7 @@ class Stage:
         path, versions = self.steps.path, self.manager.cache.version[layer]
         entries, crossing, copied = path._buffers.entry_num.tolist()
         read = {self._slot_at(layer, int(address)) for address in path._buffers.entry_address[crossing:entries]}
-        targets = [self._slot_at(layer, int(address)) for address in path._fetch_target[:copied]]
+        targets = [self._slot_at(layer, int(address)) for address in path._buffers.fetch_target[:copied]]
         written = [slot for slot in targets if slot is not None]
         self.landed += len(written)
         copied_into = {
