@@ -117,6 +117,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
         (["--host", ""], "--host is empty"),
         (["--max-context", "0"], "--max-context must be at least 1, not 0"),
+        (["--max-context", "999999"], "ask for at most so many, not 999999"),
         (["--max-step-tokens", "0"], "--max-step-tokens must be at least 1, not 0"),
         (["--served-model-name", " "], "--served-model-name is empty"),
     ],
@@ -126,6 +127,7 @@ def test_wrong_options(arguments, says):
     assert result.returncode == 2
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+    assert "Loading weights" not in result.stderr
 
 
 def test_a_missing_extra_is_one_sentence():
