@@ -31,6 +31,11 @@ def available_host_bytes(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> 
     return max(available, 0)
 
 
+def cached_device_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that torch keeps for this process, and where nothing lies."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def usable_cores(cgroup: Path = _CGROUP) -> list[int]:
     """Cores that this process may run on; as many as the container's CPU quota allows."""
     cores = sorted(os.sched_getaffinity(0))

@@ -112,9 +112,10 @@ def serve(
     kv_config = KVOffloadConfig.from_options(kv_offload, kv_offload_block_factor, kv_offload_policy)
     with ExitStack() as stack:
         listener = stack.enter_context(run.listen(host, port))
-        _refuse_early(model, dtype, config.device, dbo, max_context)
+        shape = None if max_context is None and kv_bytes is None else _shape_of(model, dtype)
+        _refuse_early(shape, config.device, dbo, max_context)
         context = max_context or DEFAULT_CONTEXT
-        sequences = max_sequences if kv_bytes is None else _sequences_in(model, dtype, kv_bytes, context)
+        sequences = max_sequences if kv_bytes is None else _sequences_in(shape, kv_bytes, context)
         kv_offload_bytes = 0 if kv_config is None else kv_config.num_bytes
         demand = Demand(context, sequences, max_step_tokens, True, dbo, kv_offload_bytes)
         loaded, tokenizer = greenroom.load(model, config=config, demand=demand, dtype=dtype)
@@ -188,22 +189,19 @@ def _check(
         raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one")
 
 
-def _refuse_early(model: str, dtype: str, device: str, dbo: str, max_context: int | None) -> None:
+def _refuse_early(shape: "ModelShape | None", device: str, dbo: str, max_context: int | None) -> None:
     """What would otherwise be refused when all weights have been read.
 
     Raises:
         ConfigError: more context than the model has, or halves of steps without a GPU.
     """
+    from greenroom.engine.generation import check_context
     from greenroom.engine.offload import choose_device
 
     if dbo == "on" and choose_device(device).type != "cuda":
         raise ConfigError("dbo cannot be on: decode steps are no graphs on a CPU; leave it out, or say auto")
-    if max_context is None or (shape := _shape_of(model, dtype)) is None:
-        return
-    if shape.max_context is not None and max_context > shape.max_context:
-        raise ConfigError(
-            f"the model's context holds {shape.max_context} tokens; ask for at most so many, not {max_context}"
-        )
+    if shape is not None and max_context is not None:
+        check_context(max_context, shape.max_context)
 
 
 def _shape_of(model: str, dtype: str) -> "ModelShape | None":
@@ -219,11 +217,11 @@ def _shape_of(model: str, dtype: str) -> "ModelShape | None":
         return None
 
 
-def _sequences_in(model: str, dtype: str, kv_bytes: int, context: int) -> int:
+def _sequences_in(shape: "ModelShape | None", kv_bytes: int, context: int) -> int:
     """Sequences of full length that a KV cache holds, for which loading keeps memory."""
     from greenroom.engine.demand import Demand, working_memory
 
-    if (shape := _shape_of(model, dtype)) is None:
+    if shape is None:
         return 1
     one = Demand(min(context, shape.max_context or context), serving=True)
     return max(1, -(-kv_bytes // max(1, working_memory(shape, one, on_gpu=False).kv_bytes)))

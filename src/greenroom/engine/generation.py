@@ -153,6 +153,15 @@ def context_length(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def check_context(wanted: int, known: int | None) -> None:
+    """
+    Raises:
+        ConfigError: more tokens than the model's context, as far as that is ``known``, holds.
+    """
+    if known is not None and wanted > known:
+        raise ConfigError(f"the model's context holds {known} tokens; ask for at most so many, not {wanted}")
+
+
 def _why_eager(model: PreTrainedModel, max_tokens: int, graph: bool) -> str | None:
     """None if decode goes through graphs."""
     if not graph:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from greenroom import hardware
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -28,8 +30,7 @@ class DeviceMemory:
         if device.type != "cuda":
             return None
         free = torch.cuda.mem_get_info(device)[0]
-        allocated = torch.cuda.memory_allocated(device)
-        return cls(free, torch.cuda.memory_reserved(device) - allocated, allocated)
+        return cls(free, hardware.cached_device_bytes(device), torch.cuda.memory_allocated(device))
 
     def taken_since(self, before: "DeviceMemory") -> int:
         """Bytes of what was available before that are not free any more; what torch keeps counts among them."""

@@ -1,5 +1,6 @@
 """What the device and the host will hold, computed before anything is allocated. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from greenroom.config import OffloadConfig
@@ -100,7 +101,7 @@ def lay_out(
     Raises:
         MemoryLimitError: ``vram`` does not even hold the miss buffers.
     """
-    buffer_bytes = NUM_BUFFERS * miss_expert_num(config, num_experts) * max(fmt.block_bytes for fmt in formats)
+    buffer_bytes = miss_buffer_bytes(config, formats, num_experts)
     wanted = _slots_wanted(config, formats, other_bytes, reserved_bytes, buffer_bytes, device_free)
     num_slots = tuple(min(wanted, count) for count in num_experts)
     cache_bytes = sum(n * fmt.block_bytes for n, fmt in zip(num_slots, formats, strict=True))
@@ -145,13 +146,18 @@ def explain_misfit(plan: MemoryPlan, device_free: int | None, host_free: int) ->
     )
 
 
-def miss_expert_num(config: OffloadConfig, num_experts: list[int]) -> int:
+def miss_expert_num(config: OffloadConfig, num_experts: Sequence[int]) -> int:
     """Experts that each miss buffer holds.
 
     Long enough for the work that reads one to be enqueued while the next is filled, and all of them
     together less than half of a layer.
     """
     return config.miss_expert_num or max(1, min(16, max(num_experts) // 8))
+
+
+def miss_buffer_bytes(config: OffloadConfig, formats: Sequence[ExpertFormat], num_experts: Sequence[int]) -> int:
+    """Of all miss buffers together; one entry a layer in each list."""
+    return NUM_BUFFERS * miss_expert_num(config, num_experts) * max(fmt.block_bytes for fmt in formats)
 
 
 def count_fetch_slots(block_bytes: int, entries: int) -> int:

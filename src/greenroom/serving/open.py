@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from greenroom.engine.batch import BatchRunner
-from greenroom.engine.generation import context_length
+from greenroom.engine.generation import check_context, context_length
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.runners import make_runner
@@ -58,8 +58,8 @@ def open_engine(
             suffice for KV offload.
     """
     known = context_length(model)
-    if max_context is not None and known is not None and max_context > known:
-        raise ConfigError(f"the model's context holds {known} tokens; ask for at most so many, not {max_context}")
+    if max_context is not None:
+        check_context(max_context, known)
     context = max_context or known or _CONTEXT_IF_UNKNOWN
     runner = make_runner(
         model,

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from greenroom import hardware
 from greenroom.config import OffloadConfig
 from greenroom.experts.formats import ExpertFormat
-from greenroom.experts.sizing import GIB, miss_expert_num
-from greenroom.experts.transfer import NUM_BUFFERS
+from greenroom.experts.sizing import GIB, miss_buffer_bytes
 
 _FEWER_SLOTS = "give a smaller --moe-offload-cache-expert-num / --moe-expert-cache-size"
 
@@ -85,11 +85,10 @@ class RankPlan:
     @property
     def buffer_bytes(self) -> int:
         """Of the buffers for misses."""
-        group_size = miss_expert_num(OffloadConfig(), list(self.num_experts))
-        return NUM_BUFFERS * group_size * max(fmt.block_bytes for fmt in self.formats)
+        return miss_buffer_bytes(OffloadConfig(), self.formats, self.num_experts)
 
 
 def device_free(device: torch.device) -> int:
     """Bytes of a GPU that torch can still give out, those included that it keeps for itself."""
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + hardware.cached_device_bytes(device)
