@@ -73,6 +73,14 @@ def test_fetch_copies_one_set_after_another():
             assert torch.equal(target.cpu(), store.blocks(0)[3 * number :][:3])
 
 
+def test_what_launches_write_to_lives_as_long_as_their_case():
+    target = torch.zeros(2, FORMAT.block_bytes, dtype=torch.uint8)
+    with HostStore([FORMAT], [4]) as store:
+        assert fetch_case(store, 2, torch.device("cpu"), target).memory is target
+        case = fetch_case(store, 2, torch.device("cpu"))
+    assert case.memory.nbytes == target.nbytes
+
+
 def test_norms_and_attention_are_what_they_are_called():
     norm = rms_norm_case(3, 32, DEVICE)
     assert norm.nbytes == 2 * 3 * 32 * 2 + 32 * 2

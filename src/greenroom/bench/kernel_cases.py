@@ -40,9 +40,8 @@ def fetch_case(store: HostStore, experts: int, device: torch.device, target: tor
         )
 
     launches = [partial(launch, sources) for sources in sets]
-    return Case(
-        "fetch", f"{experts} experts of {fmt.block_bytes} bytes", 1, 0, launches, experts * fmt.block_bytes, "pcie"
-    )
+    label, nbytes = f"{experts} experts of {fmt.block_bytes} bytes", experts * fmt.block_bytes
+    return Case("fetch", label, 1, 0, launches, nbytes, "pcie", memory=buffer)
 
 
 def rms_norm_case(rows: int, width: int, device: torch.device) -> Case:

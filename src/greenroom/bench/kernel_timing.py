@@ -26,7 +26,8 @@ Launch = Callable[[], object]
 class Case:
     """Launches of one kernel that do the same to different memory.
 
-    experts: of a launch. nbytes: read and written by each. limit: what bounds it, "hbm" or "pcie".
+    experts: of a launch. nbytes: read and written by each. limit: what bounds it, "hbm" or "pcie". memory: what
+    launches know the addresses of, and nothing else keeps.
     """
 
     kernel: str
@@ -36,6 +37,7 @@ class Case:
     launches: Sequence[Launch]
     nbytes: int | None = None
     limit: str | None = None
+    memory: torch.Tensor | None = None
 
 
 def time_launches(launches: Sequence[Launch], nbytes: int | None) -> tuple[float, int]:

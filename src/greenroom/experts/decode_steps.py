@@ -31,6 +31,9 @@ from greenroom.experts.manager import OffloadManager, StepRecord
 from greenroom.experts.split import LaneTimes, SplitController
 from greenroom.experts.step_part import StepPart, busy_s
 
+_WAITED_NS = 10_000
+"""The device's clock between the GPU's experts and combine's end, if it did not wait for the CPU: less than this."""
+
 _LATE_JOB_S = 0.5
 """How long a step that is given up waits for CPU jobs that were begun."""
 
@@ -85,6 +88,7 @@ class _Finished:
         crossing = self.lanes[..., 1] + divided
         streamed, on_cpu = crossing > 0, self.lanes[..., 2] > 0
         spans = self.spans[streamed]
+        answered, late, late_s = self._answers(on_cpu) if timed else (0, 0, 0.0)
         return LaneTimes(
             streamed=float(crossing.sum()) if timed else 0,
             # Halves share the link while both read from it; their CPU jobs take turns.
@@ -92,7 +96,25 @@ class _Finished:
             cpu=float((self.lanes[..., 2] - divided).sum()),
             cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
             streaming_layers=int(streamed.any(axis=0).sum()),
+            answered_layers=answered,
+            late_layers=late,
+            late_s=late_s,
         )
+
+    def _answers(self, on_cpu: np.ndarray) -> tuple[int, int, float]:
+        """Of the layers ``on_cpu``: their number, that of those in which the GPU waited for the CPU in the end, and by
+        how many seconds in all that took longer than the CPU's work.
+
+        Nothing is said about halves: one's answer also waits for the other's job.
+        """
+        if len(self.lanes) > 1:
+            return 0, 0, 0.0
+        # Whatever crossed PCIe is computed behind the resident experts, so its end is that of all the GPU's experts;
+        # an older time means that nothing crossed.
+        posted, crossed, combined = self.spans[..., 0], self.spans[..., 1], self.spans[..., 2]
+        late = on_cpu & (combined - np.maximum(posted, crossed) > _WAITED_NS)
+        beyond = np.maximum(combined - posted - self.busy_ns, 0)[late]
+        return int(on_cpu.sum()), int(late.sum()), float(beyond.sum()) / 1e9
 
 
 class DecodeSteps:

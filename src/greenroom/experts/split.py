@@ -3,7 +3,9 @@
 It counts in parts of an expert: one expert a layer may be divided between the two.
 
 It starts from the bandwidths measured at load and then follows what steps really take, so a CPU that slows
-down (a busy host, a container's quota) sheds its experts within a few steps, and gets them back.
+down (a container's quota) sheds its experts within a few steps, and gets them back. A CPU may also be quick once it
+has begun, and begin late: on a busy host its threads first have to get a core. So there is a delay a layer besides the
+time an expert, and a layer whose absent experts cross PCIe within that delay leaves the CPU nothing.
 
 PCIe may have more to carry than experts: other weights that are copied ahead. Both share it half and half as long as
 both are under way, so an expert then seems slow that is not, and the link stays busy when the last expert has arrived.
@@ -29,6 +31,13 @@ Each time that it then fails to keep it, the wait is doubled, so that a lane tha
 
 _PROBE_AFTER_AT_MOST = 512
 _PROBE_GAIN = 0.8
+_FIRST_DELAY_S = 15e-6
+"""What an idle CPU's answer takes beyond its work, until steps show it: some microseconds each way."""
+
+_LEAST_DELAY_S = 1e-6
+_EARLIER = 0.5
+"""Of the delay that was known, what is taken for that of a layer whose CPU had answered before the GPU looked."""
+
 _BACK = 16
 """Steps in a row with experts that make a lane an ordinary one again."""
 
@@ -38,7 +47,9 @@ class LaneTimes:
     """What one step's absent experts took, summed over layers.
 
     streamed, cpu: experts on each lane; a divided one counts on both, in proportion. streamed_s, cpu_s: seconds
-    that each lane was busy. streaming_layers: layers that streamed any.
+    that each lane was busy. streaming_layers: layers that streamed any. answered_layers: layers that left the CPU any
+    and of which is known when it answered; late_layers: those of them in which nothing else was waited for; late_s:
+    seconds beyond the CPU's work that its answers took in those.
     """
 
     streamed: float
@@ -46,6 +57,9 @@ class LaneTimes:
     cpu: float
     cpu_s: float
     streaming_layers: int = 0
+    answered_layers: int = 0
+    late_layers: int = 0
+    late_s: float = 0.0
 
 
 class SplitController:
@@ -54,6 +68,7 @@ class SplitController:
     Attributes:
         streamed_s: seconds to read one expert over PCIe, with PCIe to itself.
         cpu_s: seconds to compute one expert on the CPU.
+        delay_s: seconds a layer that the CPU's answer takes besides.
         link_load: what else crosses PCIe while a layer's experts do, in experts.
     """
 
@@ -69,6 +84,7 @@ class SplitController:
             raise ValueError("the load of PCIe must be 0 experts or more")
         self.streamed_s = streamed_s
         self.cpu_s = cpu_s
+        self.delay_s = _FIRST_DELAY_S
         self.link_load = link_load
         self._least_s = streamed_s
         self._max_experts = max_experts
@@ -85,14 +101,19 @@ class SplitController:
         if times.streamed + times.cpu == 0:
             return
         self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, self._alone(times))
-        self.cpu_s = self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
+        before, self.cpu_s = self.cpu_s, self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
+        if times.cpu > 0:
+            self.delay_s = self._follow_delay(times)
+        else:
+            # Believed to be faster, it is also believed to begin sooner.
+            self.delay_s *= self.cpu_s / before if before < float("inf") else 1.0
         # Now, since steps begin with it, and no step waits for what is learnt.
         table = self._best_table()
         if not np.array_equal(table, self._table):
             self._table = table
 
     def _best_table(self) -> np.ndarray:
-        return split_table(self.streamed_s, self.cpu_s, self._max_experts, self.link_load)
+        return split_table(self.streamed_s, self.cpu_s, self._max_experts, self.link_load, self.delay_s)
 
     def _alone(self, times: LaneTimes) -> float:
         """Seconds that the streamed experts would have taken with PCIe to themselves."""
@@ -108,9 +129,19 @@ class SplitController:
         use = self._lanes[lane]
         if experts > 0:
             use.used()
-            # In logarithms: a rate that was wrong by fifty times either way is left equally fast.
-            return float(known ** (1 - _TRUST) * max(seconds / experts, 1e-9) ** _TRUST)
+            return _towards(known, max(seconds / experts, 1e-9))
         return known * _PROBE_GAIN if use.unused() else known
+
+    def _follow_delay(self, times: LaneTimes) -> float:
+        if times.answered_layers == 0:
+            return self.delay_s
+        early = (times.answered_layers - times.late_layers) * self.delay_s * _EARLIER
+        return _towards(self.delay_s, max((times.late_s + early) / times.answered_layers, _LEAST_DELAY_S))
+
+
+def _towards(known: float, seen: float) -> float:
+    """In logarithms: what was wrong by fifty times either way is left equally fast."""
+    return float(known ** (1 - _TRUST) * seen**_TRUST)
 
 
 class _LaneUse:
@@ -133,23 +164,27 @@ class _LaneUse:
         return self._without % self._wait == 0
 
 
-def split_table(streamed_s: float, cpu_s: float, max_experts: int, link_load: float = 0.0) -> np.ndarray:
+def split_table(
+    streamed_s: float, cpu_s: float, max_experts: int, link_load: float = 0.0, delay_s: float = 0.0
+) -> np.ndarray:
     """int32 [max_experts + 1]: for each number of absent experts, how many parts of them to stream so that the slower
     of the two lanes ends soonest. Of equally good numbers the smallest.
 
     Args:
         link_load: experts' worth of other bytes that the streamed ones share PCIe with.
+        delay_s: seconds that the CPU takes besides, if it gets any.
     """
     all_parts = np.arange(max_experts + 1) * PARTS
     if streamed_s == float("inf"):
         return np.zeros(max_experts + 1, dtype=np.int32)
     if cpu_s == float("inf"):
         return all_parts.astype(np.int32)
-    load = link_load * PARTS
+    load, delay = link_load * PARTS, delay_s * PARTS
     # Where both lanes would end together, or the part before or behind it; or at the ends of what is allowed.
-    below = np.floor((all_parts * cpu_s - load * streamed_s) / (streamed_s + cpu_s)).astype(np.int64)
+    below = np.floor((all_parts * cpu_s + delay - load * streamed_s) / (streamed_s + cpu_s)).astype(np.int64)
     near = np.clip(below[:, None] + np.array([-1, 0, 1]), LEAST_SHARE, np.maximum(all_parts - LEAST_SHARE, 0)[:, None])
     candidates = np.concatenate([np.zeros_like(below)[:, None], near, all_parts[:, None]], axis=1)
-    seconds = np.maximum((candidates + load) * streamed_s, (all_parts[:, None] - candidates) * cpu_s)
+    on_cpu = all_parts[:, None] - candidates
+    seconds = np.maximum((candidates + load) * streamed_s, on_cpu * cpu_s + (on_cpu > 0) * delay)
     best = np.argmin(seconds, axis=1)
     return candidates[np.arange(max_experts + 1), best].astype(np.int32)
