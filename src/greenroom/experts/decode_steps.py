@@ -88,7 +88,6 @@ class _Finished:
         crossing = self.lanes[..., 1] + divided
         streamed, on_cpu = crossing > 0, self.lanes[..., 2] > 0
         spans = self.spans[streamed]
-        answered, late, late_s = self._answers(on_cpu) if timed else (0, 0, 0.0)
         return LaneTimes(
             streamed=float(crossing.sum()) if timed else 0,
             # Halves share the link while both read from it; their CPU jobs take turns.
@@ -96,25 +95,20 @@ class _Finished:
             cpu=float((self.lanes[..., 2] - divided).sum()),
             cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
             streaming_layers=int(streamed.any(axis=0).sum()),
-            answered_layers=answered,
-            late_layers=late,
-            late_s=late_s,
+            delays_s=self._delays_s(on_cpu) if timed else (),
         )
 
-    def _answers(self, on_cpu: np.ndarray) -> tuple[int, int, float]:
-        """Of the layers ``on_cpu``: their number, that of those in which the GPU waited for the CPU in the end, and by
-        how many seconds in all that took longer than the CPU's work.
-
-        Nothing is said about halves: one's answer also waits for the other's job.
-        """
+    def _delays_s(self, on_cpu: np.ndarray) -> tuple[float, ...]:
+        """Of the layers ``on_cpu``, as in ``LaneTimes``. Nothing about halves: one's answer also waits for the other's
+        job."""
         if len(self.lanes) > 1:
-            return 0, 0, 0.0
+            return ()
+        posted, crossed, combined = (self.spans[0, on_cpu[0], moment] for moment in range(3))
         # Whatever crossed PCIe is computed behind the resident experts, so its end is that of all the GPU's experts;
         # an older time means that nothing crossed.
-        posted, crossed, combined = self.spans[..., 0], self.spans[..., 1], self.spans[..., 2]
-        late = on_cpu & (combined - np.maximum(posted, crossed) > _WAITED_NS)
-        beyond = np.maximum(combined - posted - self.busy_ns, 0)[late]
-        return int(on_cpu.sum()), int(late.sum()), float(beyond.sum()) / 1e9
+        waited = combined - np.maximum(posted, crossed) > _WAITED_NS
+        delays = np.where(waited, np.maximum(combined - posted - self.busy_ns[0, on_cpu[0]], 0), 0)
+        return tuple((delays / 1e9).tolist())
 
 
 class DecodeSteps:

@@ -3,9 +3,11 @@
 It counts in parts of an expert: one expert a layer may be divided between the two.
 
 It starts from the bandwidths measured at load and then follows what steps really take, so a CPU that slows
-down (a container's quota) sheds its experts within a few steps, and gets them back. A CPU may also be quick once it
-has begun, and begin late: on a busy host its threads first have to get a core. So there is a delay a layer besides the
-time an expert, and a layer whose absent experts cross PCIe within that delay leaves the CPU nothing.
+down (a container's quota) sheds its experts within a few steps, and gets them back.
+
+A CPU may also be quick once it has begun, and begin late: on a busy host its threads first have to get a core. What
+that usually takes counts for where the two lanes meet. What it takes now and then does not: those layers wait in any
+case, and all others would for PCIe. But it counts for whether the CPU is asked at all.
 
 PCIe may have more to carry than experts: other weights that are copied ahead. Both share it half and half as long as
 both are under way, so an expert then seems slow that is not, and the link stays busy when the last expert has arrived.
@@ -36,7 +38,11 @@ _FIRST_DELAY_S = 15e-6
 
 _LEAST_DELAY_S = 1e-6
 _EARLIER = 0.5
-"""Of the delay that was known, what is taken for that of a layer whose CPU had answered before the GPU looked."""
+"""Of the delay that was known, what is taken for that of a step whose CPU usually answers before the GPU looks."""
+
+_LEAST_LAPSE_S = 10e-6
+_LAPSE_TRUST = 0.1
+"""Lapses are rare and long: one alone should not close a lane."""
 
 _BACK = 16
 """Steps in a row with experts that make a lane an ordinary one again."""
@@ -47,9 +53,9 @@ class LaneTimes:
     """What one step's absent experts took, summed over layers.
 
     streamed, cpu: experts on each lane; a divided one counts on both, in proportion. streamed_s, cpu_s: seconds
-    that each lane was busy. streaming_layers: layers that streamed any. answered_layers: layers that left the CPU any
-    and of which is known when it answered; late_layers: those of them in which nothing else was waited for; late_s:
-    seconds beyond the CPU's work that its answers took in those.
+    that each lane was busy. streaming_layers: layers that streamed any. delays_s: for each layer that left the CPU any,
+    seconds beyond the CPU's work that the GPU waited for its answer, or 0 if it did not wait in the end; empty if
+    nothing is known about that.
     """
 
     streamed: float
@@ -57,9 +63,7 @@ class LaneTimes:
     cpu: float
     cpu_s: float
     streaming_layers: int = 0
-    answered_layers: int = 0
-    late_layers: int = 0
-    late_s: float = 0.0
+    delays_s: tuple[float, ...] = ()
 
 
 class SplitController:
@@ -68,7 +72,8 @@ class SplitController:
     Attributes:
         streamed_s: seconds to read one expert over PCIe, with PCIe to itself.
         cpu_s: seconds to compute one expert on the CPU.
-        delay_s: seconds a layer that the CPU's answer takes besides.
+        delay_s: seconds a layer that the CPU's answer usually takes besides.
+        lapse_s: how much more it takes in the mean.
         link_load: what else crosses PCIe while a layer's experts do, in experts.
     """
 
@@ -84,7 +89,7 @@ class SplitController:
             raise ValueError("the load of PCIe must be 0 experts or more")
         self.streamed_s = streamed_s
         self.cpu_s = cpu_s
-        self.delay_s = _FIRST_DELAY_S
+        self.delay_s, self.lapse_s = _FIRST_DELAY_S, _LEAST_LAPSE_S
         self.link_load = link_load
         self._least_s = streamed_s
         self._max_experts = max_experts
@@ -102,18 +107,18 @@ class SplitController:
             return
         self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, self._alone(times))
         before, self.cpu_s = self.cpu_s, self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
-        if times.cpu > 0:
-            self.delay_s = self._follow_delay(times)
-        else:
+        if times.delays_s:
+            self._follow_delays(np.array(times.delays_s))
+        elif self.cpu_s < before:
             # Believed to be faster, it is also believed to begin sooner.
-            self.delay_s *= self.cpu_s / before if before < float("inf") else 1.0
+            self.delay_s, self.lapse_s = self.delay_s * _PROBE_GAIN, self.lapse_s * _PROBE_GAIN
         # Now, since steps begin with it, and no step waits for what is learnt.
         table = self._best_table()
         if not np.array_equal(table, self._table):
             self._table = table
 
     def _best_table(self) -> np.ndarray:
-        return split_table(self.streamed_s, self.cpu_s, self._max_experts, self.link_load, self.delay_s)
+        return split_table(self.streamed_s, self.cpu_s, self._max_experts, self.link_load, self.delay_s, self.lapse_s)
 
     def _alone(self, times: LaneTimes) -> float:
         """Seconds that the streamed experts would have taken with PCIe to themselves."""
@@ -132,16 +137,16 @@ class SplitController:
             return _towards(known, max(seconds / experts, 1e-9))
         return known * _PROBE_GAIN if use.unused() else known
 
-    def _follow_delay(self, times: LaneTimes) -> float:
-        if times.answered_layers == 0:
-            return self.delay_s
-        early = (times.answered_layers - times.late_layers) * self.delay_s * _EARLIER
-        return _towards(self.delay_s, max((times.late_s + early) / times.answered_layers, _LEAST_DELAY_S))
+    def _follow_delays(self, delays_s: np.ndarray) -> None:
+        usual = float(np.median(delays_s)) or self.delay_s * _EARLIER
+        self.delay_s = _towards(self.delay_s, max(usual, _LEAST_DELAY_S))
+        lapse = float(np.maximum(delays_s - self.delay_s, 0).mean())
+        self.lapse_s = _towards(self.lapse_s, max(lapse, _LEAST_LAPSE_S), _LAPSE_TRUST)
 
 
-def _towards(known: float, seen: float) -> float:
+def _towards(known: float, seen: float, trust: float = _TRUST) -> float:
     """In logarithms: what was wrong by fifty times either way is left equally fast."""
-    return float(known ** (1 - _TRUST) * seen**_TRUST)
+    return float(known ** (1 - trust) * seen**trust)
 
 
 class _LaneUse:
@@ -165,7 +170,12 @@ class _LaneUse:
 
 
 def split_table(
-    streamed_s: float, cpu_s: float, max_experts: int, link_load: float = 0.0, delay_s: float = 0.0
+    streamed_s: float,
+    cpu_s: float,
+    max_experts: int,
+    link_load: float = 0.0,
+    delay_s: float = 0.0,
+    lapse_s: float = 0.0,
 ) -> np.ndarray:
     """int32 [max_experts + 1]: for each number of absent experts, how many parts of them to stream so that the slower
     of the two lanes ends soonest. Of equally good numbers the smallest.
@@ -173,18 +183,20 @@ def split_table(
     Args:
         link_load: experts' worth of other bytes that the streamed ones share PCIe with.
         delay_s: seconds that the CPU takes besides, if it gets any.
+        lapse_s: seconds that both lanes then wait for it besides, in the mean.
     """
     all_parts = np.arange(max_experts + 1) * PARTS
     if streamed_s == float("inf"):
         return np.zeros(max_experts + 1, dtype=np.int32)
     if cpu_s == float("inf"):
         return all_parts.astype(np.int32)
-    load, delay = link_load * PARTS, delay_s * PARTS
+    load, delay, lapse = link_load * PARTS, delay_s * PARTS, lapse_s * PARTS
     # Where both lanes would end together, or the part before or behind it; or at the ends of what is allowed.
     below = np.floor((all_parts * cpu_s + delay - load * streamed_s) / (streamed_s + cpu_s)).astype(np.int64)
     near = np.clip(below[:, None] + np.array([-1, 0, 1]), LEAST_SHARE, np.maximum(all_parts - LEAST_SHARE, 0)[:, None])
     candidates = np.concatenate([np.zeros_like(below)[:, None], near, all_parts[:, None]], axis=1)
     on_cpu = all_parts[:, None] - candidates
-    seconds = np.maximum((candidates + load) * streamed_s, on_cpu * cpu_s + (on_cpu > 0) * delay)
+    asked = on_cpu > 0
+    seconds = np.maximum((candidates + load) * streamed_s, on_cpu * cpu_s + asked * delay) + asked * lapse
     best = np.argmin(seconds, axis=1)
     return candidates[np.arange(max_experts + 1), best].astype(np.int32)
