@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from greenroom import hardware
 from greenroom.bench.kernel_timing import MOST_LAUNCHES, Case
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import ExpertFormat
@@ -90,9 +91,11 @@ def handing_over(
 
     from greenroom.experts.decode_path import DecodePath
 
-    # Its pages are never touched: the kernels only compute addresses.
-    with HostStore([fmt], [experts]) as store, CpuExperts(1) as engine:
-        boxes = Mailboxes(engine, store, tokens, top_k, pin_memory=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    # The kernels only compute its addresses, but a path refuses what a GPU could not read.
+    locks = (hardware.lock_pages, hardware.unlock_pages) if on_gpu else (None, None)
+    with HostStore([fmt], [experts], *locks) as store, CpuExperts(1) as engine:
+        boxes = Mailboxes(engine, store, tokens, top_k, pin_memory=on_gpu)
         slots = [torch.empty(0, fmt.block_bytes, dtype=torch.uint8, device=device)]
         slot_of = torch.full((1, experts), -1, dtype=torch.int32, device=device)
         path = DecodePath(store, slots, slot_of, boxes, tokens, top_k)
@@ -107,6 +110,6 @@ def handing_over(
         try:
             yield [Case("dispatch", shape, tokens, 0, [dispatch]), Case("combine", shape, tokens, 0, [combine])]
         finally:
-            if device.type == "cuda":
+            if on_gpu:
                 torch.cuda.synchronize(device)
             boxes.close()
