@@ -1,5 +1,6 @@
 """Random batches with their check, and engines that tests share."""
 
+import copy
 import math
 
 import torch
@@ -30,6 +31,14 @@ class Batch:
         engine.run(self.format, self.experts.addresses, self.hidden, self.ids, self.weights, out, self.divided)
         return out
 
+    def only(self, tokens: slice) -> "Batch":
+        """The same with some of its tokens."""
+        part = copy.copy(self)
+        part.hidden, part.ids, part.weights = (
+            tensor[tokens].contiguous() for tensor in (self.hidden, self.ids, self.weights)
+        )
+        return part
+
     def check(self, out: torch.Tensor, isa: Isa) -> None:
         """Fails if ``out``, with the other side's part of a divided expert, is further from the float64 model than
         rounding explains."""
@@ -47,12 +56,12 @@ class Engines:
     """Engines by threads and instruction set, created when first asked for."""
 
     def __init__(self) -> None:
-        self._engines: dict[tuple[int, Isa], CpuExperts] = {}
+        self._engines: dict[tuple[int, Isa, bool], CpuExperts] = {}
 
-    def get(self, threads: int, isa: Isa) -> CpuExperts:
-        key = (threads, isa)
+    def get(self, threads: int, isa: Isa, batch_invariant: bool = False) -> CpuExperts:
+        key = (threads, isa, batch_invariant)
         if key not in self._engines:
-            self._engines[key] = CpuExperts(threads, isa=isa)
+            self._engines[key] = CpuExperts(threads, isa=isa, batch_invariant=batch_invariant)
         return self._engines[key]
 
     def close(self) -> None:

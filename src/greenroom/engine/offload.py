@@ -210,8 +210,10 @@ def offload_experts(
         GreenroomError: from ``fill`` or from allocation; nothing stays allocated but ``weights``.
     """
     config, device = request.config, request.device
-    threads, cores = hardware.engine_cores(config.context_num_threads, beside_gpu=device.type == "cuda")
-    engine = CpuExperts(threads, cores, request.isa)
+    on_gpu = device.type == "cuda"
+    threads, cores = hardware.engine_cores(config.context_num_threads, beside_gpu=on_gpu)
+    # Beside a GPU a batch decides anyway which experts the GPU computes, in another order.
+    engine = CpuExperts(threads, cores, request.isa, batch_invariant=not on_gpu)
     try:
         store = _make_store(config, spec, device)
         try:

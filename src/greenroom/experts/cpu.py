@@ -91,13 +91,20 @@ class CpuExperts:
         threads: number of workers, at least 1. Leave a core to the program itself.
         cores: core numbers, one a worker, to which they are pinned; None leaves them to the scheduler.
         isa: instruction set; ``AUTO`` takes the best one.
+        batch_invariant: a token's result does not depend, by a single bit, on the other tokens of its job.
 
     Raises:
         ConfigError: ``cores`` has another length.
         EngineError: the engine cannot be created with these arguments on this machine.
     """
 
-    def __init__(self, threads: int, cores: Sequence[int] | None = None, isa: Isa = Isa.AUTO) -> None:
+    def __init__(
+        self,
+        threads: int,
+        cores: Sequence[int] | None = None,
+        isa: Isa = Isa.AUTO,
+        batch_invariant: bool = False,
+    ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._lock = Lock()
         self._tickets: dict[int, Ticket] = {}
@@ -107,7 +114,7 @@ class CpuExperts:
         self._library = load_library()
         handle = ctypes.c_void_p()
         numbers = None if cores is None else (ctypes.c_int32 * threads)(*cores)
-        if self._library.gr_engine_create(threads, numbers, int(isa), ctypes.byref(handle)):
+        if self._library.gr_engine_create(threads, numbers, int(isa), batch_invariant, ctypes.byref(handle)):
             raise EngineError(last_error(self._library))
         self._native = handle  # for jobs that are still waited for while the engine closes
         self._threads = threads

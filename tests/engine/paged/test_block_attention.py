@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from greenroom.engine.paged.attention import attend_singles, attend_span
+from greenroom.engine.paged.attention import attend_each, attend_singles, attend_span
 from greenroom.engine.paged.packing import Span
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -75,3 +75,23 @@ def test_single_tokens_of_several_sequences(dtype, device, heads, key_heads, dim
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     expected = token_by_token(query, key, value, ends, starts, 0.3, window, sinks)
     assert is_close(result[0], expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
+@pytest.mark.parametrize(("dim", "value_dim"), WIDTHS)
+@pytest.mark.parametrize(("window", "sink"), SPECIAL)
+def test_single_tokens_one_sequence_after_another(dtype, heads, key_heads, dim, value_dim, window, sink):
+    lengths, starts = [1, 17, 140, 4], [0, 1, 18, 158]
+    query, key, value, sinks = drawn(heads, key_heads, 4, 162, dim, value_dim, "cpu", sink, dtype)
+    result = attend_each(query, key, value, lengths, 0.3, window, sinks)
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    expected = token_by_token(query, key, value, ends, starts, 0.3, window, sinks)
+    assert result.shape == (1, 4, heads, value_dim)
+    assert is_close(result[0], expected, dtype)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        own = slice(start, end)
+        alone = attend_each(
+            query[:, :, row : row + 1], key[:, :, own], value[:, :, own], [end - start], 0.3, window, sinks
+        )
+        assert torch.equal(alone[0, 0], result[0, row]), "a sequence's bits depend on the others"

@@ -90,6 +90,8 @@ def _attend_first(
 ) -> torch.Tensor:
     """The batch's single tokens, from blocks or from what was gathered."""
     if paged.single_keys is not None:
+        if query.device.type == "cpu":
+            return attend_each(query, key, value, paged.lengths.tolist(), scale, window, sinks)
         return attend_singles(query, key, value, paged.single_keys, paged.lengths, scale, window, sinks)
     assert isinstance(module.layer_idx, int)
     layer, blocks = paged.cache.layers[module.layer_idx], (paged.tables, paged.lengths, paged.cache.block_size)
@@ -123,6 +125,40 @@ def latent_projections(module: nn.Module, heads: int) -> tuple[torch.Tensor, tor
     assert isinstance(module.qk_nope_head_dim, int)
     weight = module.kv_b_proj.weight.unflatten(0, (heads, -1))
     return weight[:, : module.qk_nope_head_dim], weight[:, module.qk_nope_head_dim :]
+
+
+def attend_each(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token of each sequence over the sequence's keys, one sequence after another: on a CPU that is faster than
+    padding all to the longest, and no sequence's sums depend on the length of another.
+
+    Args:
+        query: [1, Hq, n, D]; key, value: [1, Hk, S, D or Dv], each sequence's behind those of the one before.
+        lengths: keys of each.
+
+    Returns:
+        [1, n, Hq, Dv].
+    """
+    heads, key_heads = query.shape[1], key.shape[1]
+    # Query heads that share a key head are rows of one query.
+    asked = query[0].transpose(0, 1).unflatten(1, (key_heads, heads // key_heads))
+    if sinks is not None:
+        sinks = sinks.view(1, key_heads, heads // key_heads)
+    results, end = [], 0
+    for row, length in enumerate(lengths):
+        end += length
+        own = slice(end - (length if window is None else min(length, window)), end)
+        keys, values = key[:, :, own], value[:, :, own]
+        seen = None if sinks is None else torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool)
+        results.append(_attend(asked[row : row + 1], keys, values, seen, scale, sinks))
+    return torch.cat(results).flatten(1, 2)[None]
 
 
 def attend_singles(
@@ -224,17 +260,19 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    seen: torch.Tensor,
+    seen: torch.Tensor | None,
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """
     Args:
-        query: [B, H, T, D]; key, value: [B, H, S, D or Dv]; seen: bool, broadcasts to [B, H, T, S].
+        query: [B, H, T, D]; key, value: [B, H, S, D or Dv]; seen: bool, broadcasts to [B, H, T, S]; None for all, if
+            there are no sinks.
         sinks: of each query, broadcasts to [B, H, T].
     """
     mask = seen
     if sinks is not None:
+        assert seen is not None
         # A sink is a key whose product is its logit, with a value of zeros.
         key, value = (torch.cat([t, t.new_zeros(*t.shape[:2], 1, t.shape[3])], 2) for t in (key, value))
         shape = (*query.shape[:3], seen.shape[-1])

@@ -1,14 +1,16 @@
 // The kernel by dot products: weights stream once in row order, each loaded weight serves every token.
 // The best choice for few tokens, and the only one without AMX.
 //
-// A file includes this after defining GR_LANES, and instantiates dot_kernel<Machine, Weight, Act> with
+// A file includes this after defining GR_LANES, and instantiates dot_kernel<Machine, Weight, Act, BatchInvariant> with
 //   Machine::Reg, Acc, step      a register of `step` elements and its fp32 accumulator
+//   Machine::one_sum_is_slow     whether products that wait for each other take longer than their weights' way here
 //   Machine::load(const T *), load_part(const T *, count), multiply_add(Acc, Reg, Reg), sum(Acc)
 //   Machine::store(Act *, const float *, count)
 // Everything has internal linkage on purpose: see kernel.h.
 //
 // An output element is always computed by the same operations in the same order: which variant of the
-// inner loop runs depends on the tokens of the expert and on the row's position within a unit only.
+// inner loop runs depends on the tokens of the expert and on the row's position within a unit only. With
+// `BatchInvariant` all variants take the same order, one sum along the row.
 #ifndef GREENROOM_DOT_KERNEL_H
 #define GREENROOM_DOT_KERNEL_H
 
@@ -110,36 +112,38 @@ inline void dot_block(const W *w, int64_t pitch, const X *const *x, int32_t k, f
 }
 
 // R rows and all tokens: four at a time, then the rest. Only the first pass meets cold weights.
-template <class M, int R, class W, class X>
+template <class M, int R, bool BatchInvariant, class W, class X>
 inline void dot_tokens(const W *w, int64_t pitch, const X *const *x, int32_t tokens, int32_t k, float *c,
                        int32_t ldc, const Stream *stream) {
+  constexpr int sums = R == 1 && !BatchInvariant ? 4 : 1;
   int32_t n = 0;
   for (; n + 4 <= tokens; n += 4) {
     dot_block<M, R, 4, 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
     stream = nullptr;
   }
   if (tokens - n == 3) dot_block<M, R, 3, 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
-  if (tokens - n == 2) dot_block<M, R, 2, R == 1 ? 4 : 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
-  if (tokens - n == 1) dot_block<M, R, 1, R == 1 ? 4 : 1>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
+  if (tokens - n == 2) dot_block<M, R, 2, sums>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
+  if (tokens - n == 1) dot_block<M, R, 1, sums>(w, pitch, x + n, k, c + n * ldc, ldc, stream);
 }
 
 inline int64_t prefetch_distance(int64_t row_bytes, int64_t pitch_bytes) {
   return row_bytes == pitch_bytes ? kAhead : (kAhead + row_bytes - 1) / row_bytes * pitch_bytes;
 }
 
-// c[n * ldc + r] for all rows. Few tokens: row after row, exactly the order of the bytes in memory.
-template <class M, class W, class X>
+// c[n * ldc + r] for all rows. Few tokens: row after row, exactly the order of the bytes in memory, unless a machine
+// that may keep one sum only is idle between its products.
+template <class M, bool BatchInvariant, class W, class X>
 inline void dot_rows(const W *w, int64_t pitch, int32_t rows, const X *const *x, int32_t tokens, int32_t k, float *c,
                      int32_t ldc, const uint8_t *next) {
   constexpr int64_t size = sizeof(W);
   const Stream stream{prefetch_distance(k * size, pitch * size), reinterpret_cast<const uint8_t *>(w + rows * pitch),
                       next};
   int32_t r = 0;
-  if (tokens > 2)
+  if (tokens > 2 || (BatchInvariant && M::one_sum_is_slow))
     for (; r + 4 <= rows; r += 4)
-      dot_tokens<M, 4>(w + r * pitch, pitch, x, tokens, k, c + r, ldc, &stream);
+      dot_tokens<M, 4, BatchInvariant>(w + r * pitch, pitch, x, tokens, k, c + r, ldc, &stream);
   for (; r < rows; ++r)
-    dot_tokens<M, 1>(w + r * pitch, pitch, x, tokens, k, c + r, ldc, &stream);
+    dot_tokens<M, 1, BatchInvariant>(w + r * pitch, pitch, x, tokens, k, c + r, ldc, &stream);
 }
 
 inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
@@ -160,7 +164,7 @@ inline size_t dot_scratch_bytes(const gr_format *) {
   return sizeof(float) * 2 * kBlockTokens * kBlockRows;
 }
 
-template <class M, class W, class A>
+template <class M, class W, class A, bool BatchInvariant>
 void dot_up(const Group *group, int32_t first, int32_t last, const uint8_t *next, void *scratch) {
   const gr_format &f = *group->format;
   const W *matrix = reinterpret_cast<const W *>(group->block + f.up);
@@ -184,9 +188,9 @@ void dot_up(const Group *group, int32_t first, int32_t last, const uint8_t *next
       for (int32_t n = 0; n < tokens; ++n)
         x[n] = hidden + static_cast<int64_t>(group->pairs[token + n].token) * f.hidden;
       if (f.gated)
-        dot_rows<M>(gate_rows, f.hidden, rows, x, tokens, f.hidden, gate, kBlockRows,
-                    reinterpret_cast<const uint8_t *>(up_rows));
-      dot_rows<M>(up_rows, f.hidden, rows, x, tokens, f.hidden, up, kBlockRows, after);
+        dot_rows<M, BatchInvariant>(gate_rows, f.hidden, rows, x, tokens, f.hidden, gate, kBlockRows,
+                                    reinterpret_cast<const uint8_t *>(up_rows));
+      dot_rows<M, BatchInvariant>(up_rows, f.hidden, rows, x, tokens, f.hidden, up, kBlockRows, after);
       for (int32_t n = 0; n < tokens; ++n) {
         float *g = gate + n * kBlockRows, *u = up + n * kBlockRows;
         if (bias)
@@ -205,7 +209,7 @@ void dot_up(const Group *group, int32_t first, int32_t last, const uint8_t *next
   }
 }
 
-template <class M, class W, class A>
+template <class M, class W, class A, bool BatchInvariant>
 void dot_down(const Group *group, int32_t first, int32_t last, float *sums, int64_t sums_pitch,
               const uint8_t *next, void *scratch) {
   const gr_format &f = *group->format;
@@ -224,7 +228,7 @@ void dot_down(const Group *group, int32_t first, int32_t last, float *sums, int6
       const int32_t tokens = smaller(group->count - token, kBlockTokens);
       const A *x[kBlockTokens];
       for (int32_t n = 0; n < tokens; ++n) x[n] = act + (token + n) * pitch + begin;
-      dot_rows<M>(w, f.inter, rows, x, tokens, f.inter - begin, products, kBlockRows, after);
+      dot_rows<M, BatchInvariant>(w, f.inter, rows, x, tokens, f.inter - begin, products, kBlockRows, after);
       for (int32_t n = 0; n < tokens; ++n) {
         const Pair pair = group->pairs[token + n];
         float *sum = sums + pair.token * sums_pitch + (row - first);
@@ -237,9 +241,14 @@ void dot_down(const Group *group, int32_t first, int32_t last, float *sums, int6
   }
 }
 
-template <class M, class W, class A>
+template <class M, class W, class A, bool BatchInvariant>
 constexpr Kernel dot_kernel() {
-  return Kernel{kUnit, kUnit, dot_act_bytes<A>, dot_scratch_bytes, dot_up<M, W, A>, dot_down<M, W, A>};
+  return Kernel{kUnit,
+                kUnit,
+                dot_act_bytes<A>,
+                dot_scratch_bytes,
+                dot_up<M, W, A, BatchInvariant>,
+                dot_down<M, W, A, BatchInvariant>};
 }
 
 }  // namespace

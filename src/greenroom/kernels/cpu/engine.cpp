@@ -71,8 +71,8 @@ class SignalsBlocked {
 
 }  // namespace
 
-Engine::Engine(int32_t threads, const int32_t *cores, gr_isa isa)
-    : isa_(isa), threads_(static_cast<uint32_t>(std::max(threads, 0))) {
+Engine::Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels)
+    : kernels_(kernels), threads_(static_cast<uint32_t>(std::max(threads, 0))) {
   if (threads < 1) throw std::invalid_argument("an engine needs at least one thread, not " + std::to_string(threads));
   const uint32_t cores_here = usable_cores();
   spin_ = threads_ <= cores_here ? kWorkerSpin : kCrowdedSpin;
@@ -223,7 +223,7 @@ void Engine::fail(const char *sentence) {
 void Engine::prepare_slice() {
   const gr_job &job = current_->job;
   slice_end_ = std::min(job.tokens, slice_begin_ + slice_tokens(job));
-  plan_.build(job, slice_begin_, slice_end_ - slice_begin_, isa_, threads_);
+  plan_.build(job, slice_begin_, slice_end_ - slice_begin_, kernels_, threads_);
   for (const auto &buffer : scratch_) buffer->reserve(plan_.scratch_bytes());
 }
 

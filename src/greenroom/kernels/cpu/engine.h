@@ -22,12 +22,12 @@ namespace greenroom {
 class Engine {
  public:
   // Throws std::invalid_argument and std::system_error. cores: null or one number a thread.
-  Engine(int32_t threads, const int32_t *cores, gr_isa isa);
+  Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels);
   ~Engine();
   Engine(const Engine &) = delete;
   Engine &operator=(const Engine &) = delete;
 
-  gr_isa isa() const { return isa_; }
+  gr_isa isa() const { return kernels_.isa; }
 
   uint64_t submit(const gr_job &job);
 
@@ -96,7 +96,7 @@ class Engine {
   void forget(Mailboxes &mailboxes);
   void disarm_all();
 
-  const gr_isa isa_;
+  const KernelChoice kernels_;
   const uint32_t threads_;
   std::chrono::microseconds spin_;
   uint32_t rounds_a_yield_;  // of looking for work, while armed

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 5
+#define GR_ABI_VERSION 6
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -90,8 +90,10 @@ uint32_t gr_isa_supported(void);
 
 int32_t gr_abi_version(void);
 
-/* threads >= 1; cores: one core number a thread, or null to leave the threads unpinned. */
-int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, gr_engine **engine);
+/* threads >= 1; cores: one core number a thread, or null to leave the threads unpinned. batch_invariant: 1 if a token's
+ * result must not depend, by a single bit, on which other tokens are in the job. */
+int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, int32_t batch_invariant,
+                         gr_engine **engine);
 
 /* Disarms all mailboxes, waits for jobs, then ends the threads. Its mailboxes may be destroyed later. */
 void gr_engine_destroy(gr_engine *engine);

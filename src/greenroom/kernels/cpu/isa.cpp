@@ -86,15 +86,16 @@ gr_isa choose_isa(int32_t wanted) {
   return static_cast<gr_isa>(best);
 }
 
-const Kernel &choose_kernel(gr_isa isa, int32_t dtype, int32_t tokens) {
+const Kernel &choose_kernel(const KernelChoice &choice, int32_t dtype, int32_t tokens) {
+  const int steady = choice.batch_invariant ? 1 : 0;
 #if GREENROOM_X86
-  if (isa == GR_ISA_AMX_BF16 && dtype == GR_BF16 && tokens >= amx_min_tokens) return amx_kernel;
-  if (isa >= GR_ISA_AVX512_BF16) return avx512_kernels[dtype];
-  if (isa == GR_ISA_AVX2) return avx2_kernels[dtype];
+  if (choice.isa == GR_ISA_AMX_BF16 && dtype == GR_BF16 && (steady || tokens >= amx_min_tokens)) return amx_kernel;
+  if (choice.isa >= GR_ISA_AVX512_BF16) return avx512_kernels[steady][dtype];
+  if (choice.isa == GR_ISA_AVX2) return avx2_kernels[steady][dtype];
 #else
-  (void)isa, (void)tokens;
+  (void)tokens;
 #endif
-  return portable_kernels[dtype];
+  return portable_kernels[steady][dtype];
 }
 
 }  // namespace greenroom

@@ -13,8 +13,14 @@ uint32_t supported_isas();
 // The best supported one for GR_ISA_AUTO, otherwise `wanted`; throws std::invalid_argument if it cannot run.
 gr_isa choose_isa(int32_t wanted);
 
+// What decides, besides the job, how an expert is computed. batch_invariant: its number of tokens does not.
+struct KernelChoice {
+  gr_isa isa;
+  bool batch_invariant;
+};
+
 // Depends on nothing but its arguments, so that results do not depend on threads.
-const Kernel &choose_kernel(gr_isa isa, int32_t dtype, int32_t tokens);
+const Kernel &choose_kernel(const KernelChoice &choice, int32_t dtype, int32_t tokens);
 
 }  // namespace greenroom
 #endif

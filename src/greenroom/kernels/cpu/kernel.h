@@ -45,12 +45,13 @@ struct Kernel {
                const uint8_t *next, void *scratch);
 };
 
-// One table per instruction set, indexed by gr_dtype.
-extern const Kernel portable_kernels[3];
-extern const Kernel avx2_kernels[3];
-extern const Kernel avx512_kernels[3];
-extern const Kernel amx_kernel;  // bf16 only
-extern const int32_t amx_min_tokens;  // with fewer tokens the dot products of avx512_kernels win
+// One table per instruction set, indexed by gr_dtype. The first kernels add up an expert's products in an order that
+// depends on how many tokens it has, the second ones do not.
+extern const Kernel portable_kernels[2][3];
+extern const Kernel avx2_kernels[2][3];
+extern const Kernel avx512_kernels[2][3];
+extern const Kernel amx_kernel;  // bf16 only; the order is always the same
+extern const int32_t amx_min_tokens;  // with fewer tokens the dot products of avx512_kernels were faster
 
 }  // namespace greenroom
 #endif

@@ -9,6 +9,7 @@ namespace {
 
 struct Avx2 {
   static constexpr int32_t step = 8;
+  static constexpr bool one_sum_is_slow = true;
   using Reg = __m256;
   using Acc = __m256;
 
@@ -39,10 +40,17 @@ struct Avx2 {
 
 }  // namespace
 
-const Kernel avx2_kernels[3] = {
-    dot_kernel<Avx2, Bf16, float>(),
-    dot_kernel<Avx2, F16, float>(),
-    dot_kernel<Avx2, float, float>(),
+const Kernel avx2_kernels[2][3] = {
+    {
+        dot_kernel<Avx2, Bf16, float, false>(),
+        dot_kernel<Avx2, F16, float, false>(),
+        dot_kernel<Avx2, float, float, false>(),
+    },
+    {
+        dot_kernel<Avx2, Bf16, float, true>(),
+        dot_kernel<Avx2, F16, float, true>(),
+        dot_kernel<Avx2, float, float, true>(),
+    },
 };
 
 }  // namespace greenroom

@@ -9,6 +9,7 @@ namespace {
 
 struct Avx512 {
   static constexpr int32_t step = 16;
+  static constexpr bool one_sum_is_slow = false;
   using Reg = __m512;
   using Acc = __m512;
 
@@ -31,6 +32,7 @@ struct Avx512 {
 
 struct Avx512Bf16 {
   static constexpr int32_t step = 32;
+  static constexpr bool one_sum_is_slow = false;
   using Reg = __m512bh;
   using Acc = __m512;
 
@@ -55,10 +57,17 @@ struct Avx512Bf16 {
 
 }  // namespace
 
-const Kernel avx512_kernels[3] = {
-    dot_kernel<Avx512Bf16, Bf16, Bf16>(),
-    dot_kernel<Avx512, F16, float>(),
-    dot_kernel<Avx512, float, float>(),
+const Kernel avx512_kernels[2][3] = {
+    {
+        dot_kernel<Avx512Bf16, Bf16, Bf16, false>(),
+        dot_kernel<Avx512, F16, float, false>(),
+        dot_kernel<Avx512, float, float, false>(),
+    },
+    {
+        dot_kernel<Avx512Bf16, Bf16, Bf16, true>(),
+        dot_kernel<Avx512, F16, float, true>(),
+        dot_kernel<Avx512, float, float, true>(),
+    },
 };
 
 }  // namespace greenroom

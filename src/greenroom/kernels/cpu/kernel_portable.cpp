@@ -7,6 +7,7 @@ namespace {
 
 struct Plain {
   static constexpr int32_t step = 8;
+  static constexpr bool one_sum_is_slow = true;
   struct Reg {
     float lane[step];
   };
@@ -41,10 +42,17 @@ struct Plain {
 
 }  // namespace
 
-const Kernel portable_kernels[3] = {
-    dot_kernel<Plain, Bf16, float>(),
-    dot_kernel<Plain, F16, float>(),
-    dot_kernel<Plain, float, float>(),
+const Kernel portable_kernels[2][3] = {
+    {
+        dot_kernel<Plain, Bf16, float, false>(),
+        dot_kernel<Plain, F16, float, false>(),
+        dot_kernel<Plain, float, float, false>(),
+    },
+    {
+        dot_kernel<Plain, Bf16, float, true>(),
+        dot_kernel<Plain, F16, float, true>(),
+        dot_kernel<Plain, float, float, true>(),
+    },
 };
 
 }  // namespace greenroom

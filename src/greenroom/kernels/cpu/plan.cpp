@@ -64,7 +64,7 @@ int64_t slice_tokens(const gr_job &job) {
   return std::clamp<int64_t>(kSliceActBytes / row, 64, kSliceTokens);
 }
 
-void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa,
+void Plan::build(const gr_job &job, int64_t first, int64_t count, const KernelChoice &kernels,
                  uint32_t threads) {
   format_ = *job.format;
   tokens_ = count;
@@ -92,7 +92,7 @@ void Plan::build(const gr_job &job, int64_t first, int64_t count, gr_isa isa,
     begins_[static_cast<size_t>(e) + 1] += begins_[static_cast<size_t>(e)];
     if (!tokens) continue;
     if (!job.experts[e]) refuse("expert " + std::to_string(e) + " was chosen but has no block");
-    const Kernel &kernel = choose_kernel(isa, format_.dtype, tokens);
+    const Kernel &kernel = choose_kernel(kernels, format_.dtype, tokens);
     groups_.push_back(Group{&format_, static_cast<const uint8_t *>(job.experts[e]), hidden, nullptr, tokens,
                             e == divided_ ? divided_begin_ : 0, nullptr});
     kernels_.push_back(&kernel);

@@ -23,7 +23,7 @@ class Plan {
   // Groups the pairs of tokens [first, first + count) by expert. Throws std::invalid_argument for a chosen
   // expert without a block or divided at an impossible row, and std::bad_alloc. Memory of earlier plans is reused.
   // threads: how many will share the work; decides the sizes of units, never a result.
-  void build(const gr_job &job, int64_t first, int64_t count, gr_isa isa, uint32_t threads);
+  void build(const gr_job &job, int64_t first, int64_t count, const KernelChoice &kernels, uint32_t threads);
 
   uint32_t up_units() const { return static_cast<uint32_t>(up_units_.size()); }
   uint32_t down_units() const { return static_cast<uint32_t>(down_units_.size()); }
