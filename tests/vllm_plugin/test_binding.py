@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.vllm_plugin.binding import Share, divide_cores, gpu_node, node_cores, parse_cores, rank_cores
+from greenroom.vllm_plugin.binding import Share, divide_cores, gpu_node, rank_cores, rank_homes
 
 
 def parts(cores, nodes, gpu_nodes, count):
@@ -50,7 +50,7 @@ def test_no_core_twice_and_none_that_is_not_usable(cores, count, data):
 
 def test_a_core_is_left_to_the_gpus_thread(monkeypatch):
     monkeypatch.setattr("greenroom.vllm_plugin.binding.hardware.usable_cores", lambda: [0, 1, 2, 3])
-    monkeypatch.setattr("greenroom.vllm_plugin.binding.node_cores", list)
+    monkeypatch.setattr("greenroom.vllm_plugin.binding.numa.node_cores", list)
     monkeypatch.setattr("greenroom.vllm_plugin.binding.hardware.may_pin", lambda: False)
     assert rank_cores(None, Share(0, 1, beside_gpu=True)) == (3, None)
     monkeypatch.setattr("greenroom.vllm_plugin.binding.hardware.may_pin", lambda: True)
@@ -60,13 +60,16 @@ def test_a_core_is_left_to_the_gpus_thread(monkeypatch):
     assert rank_cores(9, Share(0, 1, beside_gpu=True)) == (9, None)
 
 
+def test_memory_lies_on_the_nodes_of_a_ranks_cores(monkeypatch):
+    monkeypatch.setattr("greenroom.vllm_plugin.binding.hardware.usable_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("greenroom.vllm_plugin.binding.numa.node_cores", lambda: [[0, 1], [2, 3]])
+    assert rank_homes(Share(1, 2, beside_gpu=True, nodes=(0, 1))) == [[2, 3]]
+    assert rank_homes(Share(0, 1, beside_gpu=True)) == [[0, 1], [2, 3]]
+    monkeypatch.setattr("greenroom.vllm_plugin.binding.numa.node_cores", lambda: [[0, 1, 2, 3]])
+    assert rank_homes(Share(0, 1, beside_gpu=True)) == []
+
+
 def test_what_the_system_says(tmp_path):
-    for node, text in ((0, "0-2,8\n"), (1, "3\n")):
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpulist").write_text(text)
-    assert node_cores(tmp_path) == [[0, 1, 2, 8], [3]]
-    assert node_cores(tmp_path / "nothing") == []
-    assert parse_cores("\n") == []
     (tmp_path / "0000:3b:00.0").mkdir()
     (tmp_path / "0000:3b:00.0" / "numa_node").write_text("1\n")
     assert gpu_node("0000:3B:00.0", tmp_path) == 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from greenroom import hardware
+from greenroom import hardware, numa
 from greenroom.bench.result import BenchResult, gpu_name
 from greenroom.bench.synthetic import fill_with_noise
 from greenroom.experts.cpu import CpuExperts
@@ -48,8 +48,11 @@ def measure_bandwidth(threads: int | None = None, isa: str = "auto") -> Bandwidt
     """
     on_gpu = torch.cuda.is_available()
     count, cores = hardware.engine_cores(threads, beside_gpu=on_gpu)
-    lock = (hardware.lock_pages, hardware.unlock_pages) if on_gpu else (None, None)
-    with HostStore([_FORMAT], [_EXPERTS], *lock) as store, CpuExperts(count, cores, Isa.parse(isa)) as engine:
+    lock, unlock = (hardware.lock_pages, hardware.unlock_pages) if on_gpu else (None, None)
+    with (
+        HostStore([_FORMAT], [_EXPERTS], lock, unlock, homes=numa.engine_homes()) as store,
+        CpuExperts(count, cores, Isa.parse(isa)) as engine,
+    ):
         fill_with_noise(store, seed=0)
         lanes = _Lanes(store, engine)
         cpu = lanes.median(cpu=True, copy=False)[0]

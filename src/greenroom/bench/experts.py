@@ -14,6 +14,7 @@ from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat, 
 from greenroom.experts.native import Isa
 from greenroom.experts.store import HostStore
 from greenroom.hardware import engine_cores
+from greenroom.numa import engine_homes
 
 _WARM_UP = 2
 _CHECKED_TOKENS = 4
@@ -87,7 +88,7 @@ def run_expert_benchmark(
     threads, cores = engine_cores(threads, beside_gpu=torch.cuda.is_available())
     format = ExpertFormat(hidden, inter, dtype, Activation(ActivationKind.SILU))
     generator = torch.Generator().manual_seed(0)
-    store = HostStore([format], [experts])
+    store = HostStore([format], [experts], homes=engine_homes())
     views, addresses = store.views(0), store.addresses(0)
     _fill(views, format, generator)
     out = torch.empty(tokens, hidden)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from greenroom import hardware
+from greenroom import hardware, numa
 from greenroom.config import OffloadConfig
 from greenroom.engine.attach import attach_manager, detach
 from greenroom.engine.cache_argument import why_no_plain_cache
@@ -301,6 +301,7 @@ def _make_store(config: OffloadConfig, spec: ModelSpec, device: torch.device) ->
         [layer.num_experts for layer in spec.layers],
         lock_pages=hardware.lock_pages if lock else None,
         unlock_pages=hardware.unlock_pages if lock else None,
+        homes=numa.engine_homes(),
     )
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from greenroom import hardware
+from greenroom import hardware, numa
 from greenroom.errors import MemoryLimitError
 from greenroom.experts.formats import ExpertFormat, ExpertViews
 
@@ -41,6 +41,7 @@ class HostStore:
         num_experts: list[int],
         lock_pages: LockPages | None = None,
         unlock_pages: Callable[[int], None] | None = None,
+        homes: Sequence[Sequence[int]] = (),
     ) -> None:
         """Allocates (and, with ``lock_pages``, page-locks) memory for every layer.
 
@@ -49,6 +50,7 @@ class HostStore:
             num_experts: one a layer.
             lock_pages: called with each layer's address and size in bytes.
             unlock_pages: called with the address of each locked layer on ``close``.
+            homes: cores of each NUMA node that is to hold a share of every layer; none for wherever it is written.
 
         Raises:
             MemoryLimitError: the memory cannot be had or locked; nothing stays allocated.
@@ -61,9 +63,12 @@ class HostStore:
             for fmt, count in zip(formats, num_experts, strict=True):
                 layer = _allocate(count, fmt.block_bytes)
                 self._layers.append(layer)
-                if lock_pages is not None:
+                if homes:
+                    numa.place(layer.region, homes)
+                elif lock_pages is not None:
                     # Pages that exist already, huge ones above all, are locked several times faster.
                     layer.region[:: mmap.PAGESIZE] = 0
+                if lock_pages is not None:
                     lock_pages(layer.address, layer.size)
                     layer.locked = True
         except MemoryLimitError:

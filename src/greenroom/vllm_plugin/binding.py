@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from greenroom import hardware
+from greenroom import hardware, numa
 
-_NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
 
 
@@ -31,10 +30,16 @@ def rank_cores(threads: int | None, share: Share) -> tuple[int, list[int] | None
     Args:
         threads: what was asked for, or None.
     """
-    own = divide_cores(hardware.usable_cores(), node_cores(), share)
+    own = divide_cores(hardware.usable_cores(), numa.node_cores(), share)
     if threads is None:
         threads = max(1, len(own) - 1) if share.beside_gpu else len(own)
     return threads, own[len(own) - threads :] if threads <= len(own) and hardware.may_pin() else None
+
+
+def rank_homes(share: Share) -> list[list[int]]:
+    """A rank's cores by NUMA node, for its memory to lie there; empty where there is no choice."""
+    nodes = numa.node_cores()
+    return numa.homes(divide_cores(hardware.usable_cores(), nodes, share), nodes)
 
 
 def divide_cores(cores: list[int], nodes: list[list[int]], share: Share) -> list[int]:
@@ -55,12 +60,6 @@ def divide_cores(cores: list[int], nodes: list[list[int]], share: Share) -> list
     return _part(cores, share.index, share.count)
 
 
-def node_cores(root: Path = _NODES) -> list[list[int]]:
-    """Cores of each NUMA node by its number; empty where the system does not say."""
-    found = {int(path.name[4:]): parse_cores((path / "cpulist").read_text()) for path in root.glob("node[0-9]*")}
-    return [found.get(number, []) for number in range(max(found, default=-1) + 1)]
-
-
 def gpu_node(pci_address: str, root: Path = _PCI) -> int | None:
     """NUMA node of the GPU at ``pci_address`` ("0000:3b:00.0"); None where the system does not say."""
     try:
@@ -68,15 +67,6 @@ def gpu_node(pci_address: str, root: Path = _PCI) -> int | None:
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
-
-
-def parse_cores(text: str) -> list[int]:
-    """``"0-3,8"`` as [0, 1, 2, 3, 8]."""
-    cores: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return cores
 
 
 def _part(cores: list[int], index: int, count: int) -> list[int]:

@@ -20,7 +20,7 @@ from greenroom.experts.policies import make_policy
 from greenroom.experts.sizing import miss_expert_num
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier
-from greenroom.vllm_plugin.binding import Share, rank_cores
+from greenroom.vllm_plugin.binding import Share, rank_cores, rank_homes
 from greenroom.vllm_plugin.formats import LayerFormat
 from greenroom.vllm_plugin.memory import RankPlan, device_free
 from greenroom.vllm_plugin.options import MoeOffloadOptions
@@ -63,6 +63,7 @@ class RankExperts:
 
     def __post_init__(self) -> None:
         self.plan = RankPlan(self.options.cache_expert_num, self._on_gpu, self.share.count)
+        self._homes = rank_homes(self.share)
         self._host_before = hardware.available_host_bytes()
 
     @contextmanager
@@ -99,6 +100,7 @@ class RankExperts:
             [num_experts],
             lock_pages=functools.partial(hardware.lock_pages, otherwise="run without --moe-offload") if lock else None,
             unlock_pages=hardware.unlock_pages if lock else None,
+            homes=self._homes,
         )
         self._stores.append(store)
         self.plan = plan
