@@ -15,8 +15,9 @@ from greenroom.engine import offload as offload_module
 from greenroom.engine.demand import Demand, working_memory
 from greenroom.engine.held_memory import DeviceMemory
 from greenroom.engine.model_shape import KvLayer, ModelShape, probe_shape
-from greenroom.engine.offload import offload_of, weights_config
+from greenroom.engine.offload import offload_of
 from greenroom.engine.plan import Machine, plan_model
+from greenroom.engine.request import weights_config
 from greenroom.engine.sizes import BUCKETS
 from greenroom.engine.skeleton import read_config
 from greenroom.engine.speed import Rates, assumed_hit_rate, distinct_experts, pass_time

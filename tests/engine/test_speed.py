@@ -12,7 +12,7 @@ import torch
 from greenroom.bench.shapes import shape_config
 from greenroom.config import OffloadConfig
 from greenroom.engine.model_shape import ModelShape, probe_shape
-from greenroom.engine.offload import Request
+from greenroom.engine.request import Request
 from greenroom.engine.speed import Crossing, Rates, pass_time
 from greenroom.weights.schedule import bytes_beside_experts
 from greenroom.weights.select import Selection

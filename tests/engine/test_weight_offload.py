@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import greenroom
-from greenroom.engine import offload as offload_module
+from greenroom.engine import request as request_module
 from greenroom.engine.offload import offload_of
 from greenroom.errors import ConfigError, EngineError
 from greenroom.weights.base import NoWeightOffload
@@ -43,7 +43,7 @@ def late(monkeypatch):
         made.append(copies)
         return PrefetchOffload(selection, device, copies, least_piece=1)
 
-    monkeypatch.setattr(offload_module, "make_weight_offloader", make)
+    monkeypatch.setattr(request_module, "make_weight_offloader", make)
     return made
 
 
@@ -54,7 +54,7 @@ def in_pieces(monkeypatch):
     def make(selection, device, pin_memory=True):
         return PrefetchOffload(selection, device, least_piece=1) if selection.units else NoWeightOffload()
 
-    monkeypatch.setattr(offload_module, "make_weight_offloader", make)
+    monkeypatch.setattr(request_module, "make_weight_offloader", make)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from greenroom import hardware
 from greenroom.errors import EngineError
 from greenroom.experts.admission import count_pairs
-from greenroom.experts.cpu import CpuExperts, Ticket
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
 from greenroom.experts.dispatch import CostModel
@@ -22,6 +22,7 @@ from greenroom.experts.native import Isa
 from greenroom.experts.policies import make_policy
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.store import HostStore
+from greenroom.experts.ticket import Ticket
 from tests.experts.driver import ALL_ON_CPU, ALL_STREAMED, BOTH_LANES
 from tests.reference.expert_math import moe_float64
 

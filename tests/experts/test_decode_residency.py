@@ -35,7 +35,7 @@ from tests.reference.slow_tier import GARBAGE
 
 pytest.importorskip("triton")
 
-from greenroom.experts import decode_path
+from greenroom.experts import expert_launches
 from greenroom.experts.decode_path import DecodePath
 from greenroom.kernels.gpu.tiling import Tiling
 
@@ -172,8 +172,8 @@ class Stage:
     def _check_slots(self, layer: int) -> None:
         """What the layer's kernels have written, they have not read, and no copy was writing either."""
         path, versions = self.steps.path, self.manager.cache.version[layer]
-        entries, crossing, copied = path._buffers.entry_num.tolist()
-        read = {self._slot_at(layer, int(address)) for address in path._buffers.entry_address[crossing:entries]}
+        entries, crossing, copied = path._buffers.entries.num.tolist()
+        read = {self._slot_at(layer, int(address)) for address in path._buffers.entries.address[crossing:entries]}
         targets = [self._slot_at(layer, int(address)) for address in path._buffers.fetch_target[:copied]]
         written = [slot for slot in targets if slot is not None]
         self.landed += len(written)
@@ -220,7 +220,7 @@ def stage(seed: int, policy: str = "lru", update: int = 2) -> Iterator[Stage]:
 @pytest.fixture(autouse=True)
 def one_program_an_expert(monkeypatch):
     """The interpreter runs program after program."""
-    monkeypatch.setattr(decode_path, "choose_tilings", lambda tokens: (Tiling(16, 16, 16, 4, 3),) * 2)
+    monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens: (Tiling(16, 16, 16, 4, 3),) * 2)
 
 
 def exercise(steps: int, seed: int, policy: str = "lru", update: int = 2) -> Stage:

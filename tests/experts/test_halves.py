@@ -22,7 +22,7 @@ from greenroom.experts.manager import OffloadManager
 
 pytest.importorskip("triton")
 
-from greenroom.experts import decode_path
+from greenroom.experts import expert_launches
 from greenroom.experts.step_part import busy_s
 from greenroom.kernels.gpu.tiling import Tiling
 from tests.experts.test_decode_path import DEVICE, FORMATS, check, decode, only, random_batch
@@ -36,7 +36,7 @@ Batch = tuple[torch.Tensor, ...]
 def few_large_tiles(monkeypatch):
     """The interpreter runs program after program; what each computes does not depend on their number."""
     if not ON_GPU:
-        monkeypatch.setattr(decode_path, "choose_tilings", lambda tokens: (Tiling(64, 16, 64, 4, 3),) * 2)
+        monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens: (Tiling(64, 16, 64, 4, 3),) * 2)
 
 
 class Halves:

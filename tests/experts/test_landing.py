@@ -235,7 +235,7 @@ def test_any_order_of_offers_copies_and_landings(data):
 
 pytest.importorskip("triton")
 
-from greenroom.experts import decode_path  # noqa: E402
+from greenroom.experts import expert_launches  # noqa: E402
 from greenroom.experts.decode_path import DecodePath  # noqa: E402
 from greenroom.kernels.gpu.tiling import Tiling  # noqa: E402
 from tests.experts.test_decode_path import DEVICE, Parts, check, decode, random_batch, run  # noqa: E402
@@ -245,7 +245,7 @@ from tests.experts.test_decode_path import DEVICE, Parts, check, decode, random_
 def few_programs(monkeypatch):
     """The interpreter runs one after another."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(decode_path, "choose_tilings", lambda tokens: (Tiling(32, 16, 32, 4, 3),) * 2)
+        monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens: (Tiling(32, 16, 32, 4, 3),) * 2)
 
 
 def play(used: np.ndarray, streamed: list[int], offers: Offers) -> list[int]:
@@ -284,9 +284,9 @@ def test_the_device_lands_what_the_rules_say(tokens, top_k, parts):
             expected = play(counts > 0, streamed, offers)
             path = steps.path
             assert path.mailboxes.request[0, 6 : 6 + path.places].tolist() == expected, number
-            assert [int(e) for e in path._buffers.entry_expert[: len([e for e in expected if e >= 0])].cpu()] == sorted(
-                e for e in expected if e >= 0
-            )
+            assert [
+                int(e) for e in path._buffers.entries.expert[: len([e for e in expected if e >= 0])].cpu()
+            ] == sorted(e for e in expected if e >= 0)
             for place, expert in zip(offers.places[0], expected, strict=True):
                 if expert != ABSENT and not manager.cache.being_written()[0, expert]:
                     assert manager.cache.layer_map(0)[expert] == place[SLOT]

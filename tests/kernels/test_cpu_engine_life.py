@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from greenroom.errors import ConfigError, EngineError
-from greenroom.experts.cpu import CpuExperts, Ending
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.native import Isa, supported_isas
+from greenroom.experts.ticket import Ending
 from tests.kernels.batches import SILU, Batch, Engines
 from tests.reference.native_threads import engine_tasks
 

@@ -30,7 +30,9 @@ class ExpertLaunches:
         if not top_k <= experts <= tokens * top_k or len(blocks) % experts:
             raise ValueError(f"{tokens} tokens with {top_k} choices cannot use all of {experts} experts a set")
         device = blocks.device
-        self._format, self._device, self._experts = fmt, device, experts
+        from greenroom.experts.expert_launches import Entries  # needs triton
+
+        self._format, self._experts = fmt, experts
         self.sets = len(blocks) // experts
         self.hidden = torch.randn(tokens, fmt.hidden, device=device).to(fmt.dtype)
         pairs = torch.arange(tokens * top_k, device=device, dtype=torch.int32)
@@ -39,10 +41,9 @@ class ExpertLaunches:
         self.partial = torch.zeros(tokens, top_k, fmt.hidden, device=device)
         self._blocks = blocks
         addresses = blocks.data_ptr() + torch.arange(len(blocks), device=device) * fmt.block_bytes
-        self._address = addresses.view(self.sets, experts)
-        self._expert = torch.arange(experts, device=device, dtype=torch.int32)
-        self._rows = torch.full_like(self._expert, fmt.inter)
-        self._num = torch.tensor([experts, 0, 0], device=device, dtype=torch.int32)
+        numbers = torch.arange(experts, device=device, dtype=torch.int32)
+        rows, num = torch.full_like(numbers, fmt.inter), torch.tensor([experts, 0, 0], device=device, dtype=torch.int32)
+        self._entries = [Entries(address, numbers, rows, num) for address in addresses.view(self.sets, experts)]
         self._act = torch.randn(experts, tokens, fmt.inter, device=device).to(fmt.dtype)
         self._spans = torch.zeros(4, device=device, dtype=torch.int64)
 
@@ -71,65 +72,24 @@ class ExpertLaunches:
 
     def up(self, number: int) -> None:
         """The first projection with the experts of a set."""
-        import triton
+        from greenroom.experts.expert_launches import launch_up
+        from greenroom.kernels.gpu.expert_ffn import ALL
 
-        from greenroom.kernels.gpu.expert_ffn import ALL, up_kernel
-        from greenroom.kernels.gpu.tiling import choose_tilings
-
-        fmt, tokens = self._format, len(self.hidden)
-        tiling, _ = choose_tilings(tokens)
-        offset, _, bias_offset, _, _ = fmt.offsets
-        up_kernel[(triton.cdiv(fmt.inter, tiling.rows), self._experts)](
-            self._act,
-            self.hidden,
-            self._address[number],
-            self._rows,
-            self._num,
-            offset,
-            bias_offset,
-            fmt.activation.alpha,
-            fmt.activation.limit,
-            TOKENS=tokens,
-            HIDDEN=fmt.hidden,
-            INTER=fmt.inter,
-            KIND=int(fmt.activation.kind),
-            GATED=fmt.gated,
-            BIAS=fmt.bias,
-            CLAMPED=fmt.activation.limit != float("inf"),
-            PART=ALL,
-            WIDEN=self._device.type != "cuda",
-            **tiling.arguments(),
-        )
+        launch_up(self._act, self.hidden, self._entries[number], self._experts, self._format, ALL)
 
     def down(self, number: int) -> None:
         """The second projection with the experts of a set, of what ``up`` left."""
-        import triton
+        from greenroom.experts.expert_launches import launch_down
+        from greenroom.kernels.gpu.expert_ffn import ALL
 
-        from greenroom.kernels.gpu.expert_ffn import ALL, down_kernel
-        from greenroom.kernels.gpu.tiling import choose_tilings
-
-        fmt, (tokens, top_k) = self._format, self.ids.shape
-        _, tiling = choose_tilings(tokens)
-        _, offset, _, bias_offset, _ = fmt.offsets
-        down_kernel[(triton.cdiv(fmt.hidden, tiling.rows), self._experts)](
+        launch_down(
             self.partial,
             self._act,
             self.ids,
             self.weights,
-            self._address[number],
-            self._expert,
-            self._rows,
-            self._num,
+            self._entries[number],
+            self._experts,
             self._spans,
-            offset,
-            bias_offset,
-            TOKENS=tokens,
-            TOP_K=top_k,
-            HIDDEN=fmt.hidden,
-            INTER=fmt.inter,
-            BIAS=fmt.bias,
-            TIMED=self._device.type == "cuda",
-            PART=ALL,
-            WIDEN=self._device.type != "cuda",
-            **tiling.arguments(),
+            self._format,
+            ALL,
         )

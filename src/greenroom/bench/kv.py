@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from greenroom.bench.result import BenchResult, gpu_name
-from greenroom.engine.offload import choose_device
+from greenroom.engine.request import choose_device
 from greenroom.errors import EngineError
 from greenroom.kv.copies import Direction, make_copies
 from greenroom.kv.host_memory import HostMemory

@@ -16,7 +16,8 @@ from greenroom.bench.result import LayersResult, gpu_name
 from greenroom.bench.shapes import shape_config
 from greenroom.config import OffloadConfig
 from greenroom.engine.loader import load
-from greenroom.engine.offload import choose_device, close, stats
+from greenroom.engine.offload import close, stats
+from greenroom.engine.request import choose_device
 from greenroom.errors import ConfigError, GreenroomError
 
 _EXIT_REFUSED = 2

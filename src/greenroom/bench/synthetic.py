@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from greenroom.config import OffloadConfig
 from greenroom.engine.attach import RoutedExperts, replace_experts
 from greenroom.engine.inspect import inspect_model
-from greenroom.engine.offload import Request, offload_experts
+from greenroom.engine.offload import offload_experts
+from greenroom.engine.request import Request
 from greenroom.errors import ConfigError
 from greenroom.experts.layer import RunLayer
 from greenroom.experts.store import HostStore

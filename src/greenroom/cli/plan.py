@@ -80,8 +80,8 @@ def plan(
         from greenroom.engine.demand import DEFAULT_CONTEXT, Demand
         from greenroom.engine.loader import find_model
         from greenroom.engine.model_shape import probe_shape
-        from greenroom.engine.offload import weights_config
         from greenroom.engine.plan import plan_model
+        from greenroom.engine.request import weights_config
         from greenroom.engine.skeleton import read_config, resolve_dtype
 
         weights = weights_config(config)
@@ -110,8 +110,8 @@ def _machine(device: str, vram_bytes: int | None, ram_bytes: int | None) -> "Mac
     import torch
 
     from greenroom import hardware
-    from greenroom.engine.offload import choose_device
     from greenroom.engine.plan import Machine
+    from greenroom.engine.request import choose_device
 
     if vram_bytes is None:
         found = choose_device(device)

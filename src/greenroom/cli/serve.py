@@ -196,7 +196,7 @@ def _refuse_early(shape: "ModelShape | None", device: str, dbo: str, max_context
         ConfigError: more context than the model has, or halves of steps without a GPU.
     """
     from greenroom.engine.generation import check_context
-    from greenroom.engine.offload import choose_device
+    from greenroom.engine.request import choose_device
 
     if dbo == "on" and choose_device(device).type != "cuda":
         raise ConfigError("dbo cannot be on: decode steps are no graphs on a CPU; leave it out, or say auto")

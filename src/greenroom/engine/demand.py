@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from greenroom.config import OffloadConfig
 from greenroom.engine.dbo import halvable
 from greenroom.engine.model_shape import ModelShape
-from greenroom.engine.offload import weights_config
+from greenroom.engine.request import weights_config
 from greenroom.engine.sizes import KV_BLOCK, buckets_to
 from greenroom.errors import ConfigError
 from greenroom.experts.sizing import count_fetch_slots

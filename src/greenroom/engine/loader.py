@@ -17,8 +17,9 @@ from greenroom.engine.demand import Demand, working_memory
 from greenroom.engine.expert_keys import place_experts
 from greenroom.engine.expert_reader import read_experts
 from greenroom.engine.model_shape import probe_shape
-from greenroom.engine.offload import Request, offload_experts
+from greenroom.engine.offload import offload_experts
 from greenroom.engine.progress import Progress, loading_bar
+from greenroom.engine.request import Request
 from greenroom.engine.skeleton import describe, load_without_experts, read_config, resolve_dtype
 from greenroom.errors import CheckpointError, ConfigError, UnsupportedModelError
 from greenroom.experts.store import HostStore

@@ -7,7 +7,7 @@ threads; threads without work sleep. Any Python thread may submit, and waiting r
 import ctypes
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from types import TracebackType
 from typing import Protocol, Self
@@ -18,64 +18,10 @@ import torch
 from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.native import Isa, native_format
+from greenroom.experts.ticket import Ending, Ticket
 from greenroom.kernels.cpu.library import NativeJob, NativeMailbox, last_error, load_library
 
 logger = logging.getLogger(__name__)
-
-
-class Ticket:
-    """A submitted job. Holds its tensors alive until the engine is done with them."""
-
-    def __init__(self, engine: "CpuExperts", number: int, keep: tuple[object, ...]) -> None:
-        self._engine: CpuExperts | None = engine
-        self._number = number
-        self._keep: tuple[object, ...] = keep
-        self._lock = Lock()
-        self._settled = False
-        self._error: str | None = None
-        self._waited = False
-
-    def wait(self) -> None:
-        """Blocks until the job is done; the output tensor is complete then.
-
-        Raises:
-            EngineError: the job failed, or was waited for before.
-        """
-        with self._lock:
-            if self._waited:
-                raise EngineError("this job was already waited for; each job is waited for once")
-            self._waited = True
-            self._settle_locked()
-            if self._error is not None:
-                raise EngineError(self._error)
-
-    def settle(self) -> None:
-        """Waits for the job without reporting: for whoever gives it up. A closing engine does so with every job."""
-        with self._lock:
-            self._settle_locked()
-
-    def _settle_locked(self) -> None:
-        if self._settled:
-            return
-        assert self._engine is not None
-        self._error = self._engine._wait(self._number)
-        self._engine._forget(self._number)
-        self._settled = True
-        self._engine = None
-        self._keep = ()
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Where a job tells a device that it has ended.
-
-    done: int32 [1] in host memory; ``value`` is stored there once the output is complete. busy_ns: int64 [1], written
-    before that: nanoseconds from the job's turn to its end.
-    """
-
-    done: torch.Tensor
-    value: int
-    busy_ns: torch.Tensor
 
 
 class Closeable(Protocol):
@@ -140,7 +86,7 @@ class CpuExperts:
         weights: torch.Tensor,
         out: torch.Tensor,
         divided: tuple[int, int] | None = None,
-        ending: "Ending | None" = None,
+        ending: Ending | None = None,
     ) -> Ticket:
         """Queues ``out[t] = sum over k of weights[t, k] * expert ids[t, k] (hidden[t])`` and returns at once.
 
@@ -185,7 +131,7 @@ class CpuExperts:
                 raise EngineError("the CPU engine is closed")
             if self._library.gr_submit(self._handle, ctypes.byref(job), ctypes.byref(number)):
                 raise EngineError(last_error(self._library))
-            ticket = Ticket(self, number.value, (experts, hidden, ids, weights, out, words, ending))
+            ticket = Ticket(partial(self._settle, number.value), (experts, hidden, ids, weights, out, words, ending))
             self._tickets[number.value] = ticket
         return ticket
 
@@ -269,14 +215,12 @@ class CpuExperts:
     ) -> None:
         self.close()
 
-    def _wait(self, number: int) -> str | None:
+    def _settle(self, number: int) -> str | None:
         """Waits for job ``number``; its error sentence, or None."""
-        status = self._library.gr_wait(self._native, number)
-        return last_error(self._library) if status else None
-
-    def _forget(self, number: int) -> None:
+        error = last_error(self._library) if self._library.gr_wait(self._native, number) else None
         with self._lock:
             del self._tickets[number]
+        return error
 
 
 def keep_for_ever(used: object) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from greenroom.experts.cache import SlotWrite
-from greenroom.experts.cpu import CpuExperts, Ending, Ticket
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
 from greenroom.experts.dispatch import CostModel, Dispatch, LaneState, choose_ahead, lane_seconds, mask_ids
 from greenroom.experts.formats import ExpertViews
@@ -32,6 +32,7 @@ from greenroom.experts.probe import cpu_rates
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.staging import Staging
 from greenroom.experts.store import HostStore
+from greenroom.experts.ticket import Ending, Ticket
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch, allocate_blocks
 from greenroom.experts.transfer import NUM_BUFFERS, Landing, MissBuffers
 from greenroom.kernels.gpu.stream_wait import wait_until_reached

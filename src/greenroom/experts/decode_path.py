@@ -22,6 +22,7 @@ import torch
 import triton
 
 from greenroom.errors import ConfigError
+from greenroom.experts.expert_launches import launch_down, launch_up
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
@@ -30,10 +31,9 @@ from greenroom.experts.step_table import StepTable
 from greenroom.experts.store import HostStore
 from greenroom.kernels.gpu.combine import combine_kernel
 from greenroom.kernels.gpu.dispatch import dispatch_kernel
-from greenroom.kernels.gpu.expert_ffn import ALL, CROSSING, RESIDENT, down_kernel, up_kernel
+from greenroom.kernels.gpu.expert_ffn import ALL, CROSSING, RESIDENT
 from greenroom.kernels.gpu.fetch import fetch_kernel
 from greenroom.kernels.gpu.stream_wait import CPU_LIMIT_S, wait_until_one
-from greenroom.kernels.gpu.tiling import choose_tilings
 
 _FETCH_STRETCH, _FETCH_BLOCK = 1 << 14, 1 << 12
 """Words of 4 bytes: what one program of the fetch kernel copies, and in what steps."""
@@ -163,10 +163,10 @@ class DecodePath:
             self._table.stream_parts,
             self._table.appeal[layer],
             self._table.places[layer],
-            self._buffers.entry_address,
-            self._buffers.entry_expert,
-            self._buffers.entry_rows,
-            self._buffers.entry_num,
+            self._buffers.entries.address,
+            self._buffers.entries.expert,
+            self._buffers.entries.rows,
+            self._buffers.entries.num,
             self._buffers.fetch_source,
             self._buffers.fetch_target,
             self._buffers.gpu_ids,
@@ -225,7 +225,7 @@ class DecodePath:
         fetch_kernel[(triton.cdiv(fmt.block_bytes, 4 * _FETCH_STRETCH), self._buffers.fetch_slots)](
             self._buffers.fetch_source,
             self._buffers.fetch_target,
-            self._buffers.entry_num,
+            self._buffers.entries.num,
             fmt.block_bytes,
             STRETCH=_FETCH_STRETCH,
             BLOCK=_FETCH_BLOCK,
@@ -240,54 +240,13 @@ class DecodePath:
         layer: int,
         part: triton.language.constexpr,
     ) -> None:
-        up, down, up_bias, down_bias, _ = fmt.offsets
-        entries = min(self._store.num_experts[layer], tokens * self.top_k)
+        buffers = self._buffers
+        most = min(self._store.num_experts[layer], tokens * self.top_k)
         if part is RESIDENT:
-            entries = min(entries, len(self._slots[layer]))
-        (up_tiling, down_tiling), activation = choose_tilings(tokens), fmt.activation
-        up_kernel[(triton.cdiv(fmt.inter, up_tiling.rows), entries)](
-            self._buffers.act,
-            hidden,
-            self._buffers.entry_address,
-            self._buffers.entry_rows,
-            self._buffers.entry_num,
-            up,
-            up_bias,
-            activation.alpha,
-            activation.limit,
-            TOKENS=tokens,
-            HIDDEN=fmt.hidden,
-            INTER=fmt.inter,
-            KIND=int(activation.kind),
-            GATED=fmt.gated,
-            BIAS=fmt.bias,
-            CLAMPED=activation.limit != float("inf"),
-            PART=part,
-            WIDEN=self.device.type != "cuda",
-            **up_tiling.arguments(),
-        )
-        down_kernel[(triton.cdiv(fmt.hidden, down_tiling.rows), entries)](
-            self._buffers.partial,
-            self._buffers.act,
-            self._buffers.gpu_ids,
-            weights,
-            self._buffers.entry_address,
-            self._buffers.entry_expert,
-            self._buffers.entry_rows,
-            self._buffers.entry_num,
-            self._buffers.spans[layer],
-            down,
-            down_bias,
-            TOKENS=tokens,
-            TOP_K=self.top_k,
-            HIDDEN=fmt.hidden,
-            INTER=fmt.inter,
-            BIAS=fmt.bias,
-            TIMED=self.timed,
-            PART=part,
-            WIDEN=self.device.type != "cuda",
-            **down_tiling.arguments(),
-        )
+            most = min(most, len(self._slots[layer]))
+        launch_up(buffers.act, hidden, buffers.entries, most, fmt, part)
+        spans = buffers.spans[layer]
+        launch_down(buffers.partial, buffers.act, buffers.gpu_ids, weights, buffers.entries, most, spans, fmt, part)
 
     def _combine(self, layer: int, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
         out = torch.empty_like(hidden)

@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 
+from greenroom.experts.expert_launches import Entries
 from greenroom.experts.sizing import count_fetch_slots
 from greenroom.experts.store import HostStore
 
@@ -16,8 +17,7 @@ class PathBuffers:
     An entry is an expert that the GPU computes, those that cross PCIe first; a pair is a token's choice of an expert.
 
     Attributes:
-        entry_address: int64 [entries]. entry_expert, entry_rows: int32 [entries], see ``dispatch_kernel``.
-        entry_num: int32 [3], entries in all, those that cross PCIe, those to be copied.
+        entries: those of the layer, those that cross PCIe first.
         fetch_source, fetch_target: int64 [fetch slots], addresses.
         fetched: uint8, room for as many experts as there are fetch slots, or empty if none is ever fetched.
         gpu_ids: int32 [pairs], the GPU's choices, -1 elsewhere. cpu_num: int32 [1], experts left to the CPU.
@@ -26,10 +26,7 @@ class PathBuffers:
             and at the begin of combine. lane_spans: int64 [layers, 8] in host memory, a copy.
     """
 
-    entry_address: torch.Tensor
-    entry_expert: torch.Tensor
-    entry_rows: torch.Tensor
-    entry_num: torch.Tensor
+    entries: Entries
     fetch_source: torch.Tensor
     fetch_target: torch.Tensor
     fetched: torch.Tensor
@@ -53,10 +50,12 @@ class PathBuffers:
             return torch.zeros(count, dtype=dtype, device=device)
 
         return cls(
-            entry_address=zeros(entries, torch.int64),
-            entry_expert=zeros(entries, torch.int32),
-            entry_rows=zeros(entries, torch.int32),
-            entry_num=zeros(3, torch.int32),
+            entries=Entries(
+                address=zeros(entries, torch.int64),
+                expert=zeros(entries, torch.int32),
+                rows=zeros(entries, torch.int32),
+                num=zeros(3, torch.int32),
+            ),
             fetch_source=zeros(slots, torch.int64),
             fetch_target=zeros(slots, torch.int64),
             fetched=torch.empty(slots * largest if may_miss else 0, dtype=torch.uint8, device=device),

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from greenroom.experts.cpu import Ending
+from greenroom.experts.ticket import Ending
 from greenroom.experts.tier import HostRouting, LayerBatch
 
 _LINE = 16

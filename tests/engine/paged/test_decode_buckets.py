@@ -23,7 +23,7 @@ from tests.reference.families import FAMILIES
 pytest.importorskip("triton")
 
 from greenroom.engine.paged import decode
-from greenroom.experts import decode_path
+from greenroom.experts import expert_launches
 from greenroom.kernels.gpu.tiling import Tiling
 from tests.experts.test_decode_path import only
 
@@ -36,7 +36,7 @@ def few_large_tiles(monkeypatch):
     """The interpreter runs program after program; what each computes does not depend on their number."""
     if DEVICE == "cpu":
         monkeypatch.setattr(
-            decode_path, "choose_tilings", lambda tokens: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2
+            expert_launches, "choose_tilings", lambda tokens: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2
         )
 
 

@@ -28,7 +28,7 @@ from tests.engine.paged.driver import Growing, Traffic
 pytest.importorskip("triton")
 
 from greenroom.engine.paged.decode import DecodeBuckets
-from greenroom.experts import decode_path
+from greenroom.experts import expert_launches
 from greenroom.kernels.gpu.tiling import Tiling
 from tests.experts.test_decode_path import only
 
@@ -46,7 +46,7 @@ def few_large_tiles(monkeypatch):
     """The interpreter runs program after program; what each computes does not depend on their number."""
     if DEVICE == "cpu":
         monkeypatch.setattr(
-            decode_path, "choose_tilings", lambda tokens: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2
+            expert_launches, "choose_tilings", lambda tokens: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2
         )
 
 
