@@ -1,4 +1,4 @@
-"""Reading the machine, from files that the tests write."""
+"""What this machine has, as far as control groups leave it."""
 
 import os
 
@@ -7,42 +7,22 @@ import pytest
 from greenroom import hardware
 
 
-@pytest.fixture
-def fake(tmp_path):
+@pytest.mark.parametrize(("free", "available"), [(None, 600), (700, 600), (250, 250), (-9, 0)])
+def test_available_memory_is_the_kernels_and_what_groups_leave(tmp_path, monkeypatch, free, available):
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\n")
-    return tmp_path
+    monkeypatch.setattr(hardware.cgroups, "free_memory", lambda *_: None if free is None else free * 1024)
+    assert hardware.available_host_bytes(tmp_path, tmp_path) == available * 1024
 
 
-def test_available_memory_without_a_container(fake):
-    assert hardware.available_host_bytes(proc=fake, cgroup=fake) == 600 * 1024
-
-
-def test_a_container_limit_counts_page_cache_as_free(fake):
-    (fake / "memory.max").write_text("400000\n")
-    (fake / "memory.current").write_text("300000\n")
-    (fake / "memory.stat").write_text("anon 100000\nfile 150000\n")
-    assert hardware.available_host_bytes(proc=fake, cgroup=fake) == 250000
-
-
-def test_no_limit_is_written_as_max(fake):
-    (fake / "memory.max").write_text("max\n")
-    (fake / "memory.current").write_text("300000\n")
-    assert hardware.available_host_bytes(proc=fake, cgroup=fake) == 600 * 1024
-
-
-def test_cores_follow_affinity_and_quota(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("quota", "cores", "pinned"),
+    [(None, [1, 3, 5, 7], True), (2.5, [1, 3], False), (4.0, [1, 3, 5, 7], True), (0.5, [1], False)],
+)
+def test_cores_follow_affinity_and_quota(monkeypatch, quota, cores, pinned):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 1, 5, 7})
-    assert hardware.usable_cores(tmp_path) == [1, 3, 5, 7]
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert hardware.usable_cores(tmp_path) == [1, 3]
-    assert not hardware.may_pin(tmp_path)
-    (tmp_path / "cpu.max").write_text("400000 100000\n")
-    assert hardware.usable_cores(tmp_path) == [1, 3, 5, 7]
-    assert hardware.may_pin(tmp_path)
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert hardware.usable_cores(tmp_path) == [1]
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert hardware.usable_cores(tmp_path) == [1, 3, 5, 7]
+    monkeypatch.setattr(hardware.cgroups, "cpu_quota", lambda: quota)
+    assert hardware.usable_cores() == cores
+    assert hardware.may_pin() is pinned
 
 
 def test_one_core_is_left_beside_a_gpu(monkeypatch):

@@ -9,26 +9,21 @@ from pathlib import Path
 
 import torch
 
+from greenroom import cgroups
 from greenroom.errors import MemoryLimitError
 
 HUGE_PAGE = 2 << 20
 """Bytes."""
 
-_CGROUP = Path("/sys/fs/cgroup")
 _PORTABLE_AND_MAPPED = 1 | 2
 """CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP"""
 
 
-def available_host_bytes(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
-    """Bytes of host memory that can still be allocated, by the kernel's estimate and the container's limit."""
+def available_host_bytes(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT) -> int:
+    """Bytes of host memory that can still be allocated, by the kernel's estimate and the control groups' limits."""
     meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
-    if limit is not None and used is not None:
-        # Page cache counts as used but is given up when memory is asked for.
-        cached = _read_stat(cgroup / "memory.stat", "file")
-        available = min(available, limit - used + cached)
-    return max(available, 0)
+    available, free = int(meminfo["MemAvailable"].split()[0]) * 1024, cgroups.free_memory(root, proc)
+    return max(available if free is None else min(available, free), 0)
 
 
 def cached_device_bytes(device: torch.device) -> int:
@@ -36,17 +31,16 @@ def cached_device_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def usable_cores(cgroup: Path = _CGROUP) -> list[int]:
-    """Cores that this process may run on; as many as the container's CPU quota allows."""
-    cores = sorted(os.sched_getaffinity(0))
-    quota = _cpu_quota(cgroup / "cpu.max")
+def usable_cores() -> list[int]:
+    """Cores that this process may run on; as many as the control groups' quota allows."""
+    cores, quota = sorted(os.sched_getaffinity(0)), cgroups.cpu_quota()
     return cores if quota is None else cores[: max(1, int(quota))]
 
 
-def may_pin(cgroup: Path = _CGROUP) -> bool:
+def may_pin() -> bool:
     """Whether threads may be pinned. Not under a quota of less time than there are cores: containers with the same
     cores would all take the first ones, and leave the others idle."""
-    quota = _cpu_quota(cgroup / "cpu.max")
+    quota = cgroups.cpu_quota()
     return quota is None or quota >= len(os.sched_getaffinity(0))
 
 
@@ -140,28 +134,3 @@ def memlock_limit() -> str:
     """The soft RLIMIT_MEMLOCK in words."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
-
-
-def _read_number(path: Path) -> int | None:
-    """A whole number in a control file; None if there is no file or it says "max"."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _read_stat(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)
-
-
-def _cpu_quota(path: Path) -> float | None:
-    """Cores' worth of time that cgroup v2 grants, or None without a limit."""
-    try:
-        quota, period = path.read_text().split()
-        return float(quota) / float(period)
-    except (OSError, ValueError):
-        return None
