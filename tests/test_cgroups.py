@@ -46,7 +46,10 @@ def test_no_groups_no_limits(machine):
 
 def test_a_containers_own_group_is_the_root(machine):
     """Whatever it is called outside."""
-    machine.enter("0::/../../kubepods/pod1")
+    machine.enter("0::/../kubepods/pod1")
+    machine.write(
+        "../kubepods/pod1", memory__max="2", memory__current="1", cpu__max="1 100000"
+    )  # somebody else's files
     machine.write("", memory__max="400000", memory__current="300000", cpu__max="250000 100000")
     assert (machine.free, machine.quota) == (100000, 2.5)
 
