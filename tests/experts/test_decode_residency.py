@@ -38,6 +38,7 @@ pytest.importorskip("triton")
 from greenroom.experts import expert_launches
 from greenroom.experts.decode_path import DecodePath
 from greenroom.kernels.gpu.tiling import Tiling
+from tests.experts.offer_mutants import Patch, a_copy_writes_what_is_offered, the_running_steps_slots_stay_on_offer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plays the device on the CPU, by the interpreter")
 
@@ -246,9 +247,6 @@ def test_hundreds_of_steps_in_random_timing(policy, update):
 # --- faults that the test must notice
 
 
-Patch = pytest.MonkeyPatch
-
-
 def mapped_before_it_landed(patch: Patch) -> None:
     real = OffloadManager._start
 
@@ -319,26 +317,9 @@ def lands_on_what_the_step_uses(patch: Patch) -> None:
     patch.setattr(StepTable, "publish", mutant)
 
 
-def a_copy_writes_what_is_offered(patch: Patch) -> None:
-    """Residents of offered slots may be replaced by copies while the step runs."""
-    patch.setattr(ExpertCache, "at_stake", lambda self: np.zeros(self.slot_of.shape, dtype=bool))
-
-
 def lands_where_a_copy_writes(patch: Patch) -> None:
     """A slot that a copy is writing stays on offer."""
     patch.setattr(ExpertCache, "may_be_offered", lambda self: self._is_slot)
-
-
-def the_running_steps_slots_stay_on_offer(patch: Patch) -> None:
-    """What lands in them is not known when the next step's are chosen."""
-    real = ExpertCache.may_be_offered
-
-    def mutant(self):
-        may = real(self)
-        may[self._offered.layer, self._offered.slot] = True
-        return may
-
-    patch.setattr(ExpertCache, "may_be_offered", mutant)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

@@ -19,6 +19,7 @@ from greenroom.experts.policies import make_policy
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.store import HostStore
 from tests.experts.driver import FMT
+from tests.experts.offer_mutants import Patch, a_copy_writes_what_is_offered, the_running_steps_slots_stay_on_offer
 from tests.reference.slow_engine import SlowEngine
 from tests.reference.slow_tier import SlowTier
 
@@ -250,9 +251,6 @@ def test_a_path_with_other_places_gets_as_many():
 # --- faults that the test must notice
 
 
-Patch = pytest.MonkeyPatch
-
-
 def copies_do_not_drop_the_choice(patch: Patch) -> None:
     real = OffloadManager._admit
 
@@ -262,21 +260,6 @@ def copies_do_not_drop_the_choice(patch: Patch) -> None:
         self._offers = kept
 
     patch.setattr(OffloadManager, "_admit", mutant)
-
-
-def chosen_among_the_running_steps(patch: Patch) -> None:
-    real = ExpertCache.may_be_offered
-
-    def mutant(self):
-        may = real(self)
-        may[self._offered.layer, self._offered.slot] = True
-        return may
-
-    patch.setattr(ExpertCache, "may_be_offered", mutant)
-
-
-def copies_into_offered_slots(patch: Patch) -> None:
-    patch.setattr(ExpertCache, "at_stake", lambda self: np.zeros(self.slot_of.shape, dtype=bool))
 
 
 def the_displaced_stays(patch: Patch) -> None:
@@ -295,8 +278,8 @@ def lands_beside_a_copy(patch: Patch) -> None:
 
 MUTANTS: list[Callable[[Patch], None]] = [
     copies_do_not_drop_the_choice,
-    chosen_among_the_running_steps,
-    copies_into_offered_slots,
+    the_running_steps_slots_stay_on_offer,
+    a_copy_writes_what_is_offered,
     the_displaced_stays,
     lands_beside_a_copy,
 ]

@@ -16,8 +16,8 @@ from greenroom.serving.sequence import Sequence
 from tests.reference.slow_runner import SlowOffload, SlowRunner
 from tests.reference.tokenizer import VOCAB, make_tokenizer
 from tests.serving.drive import Allow, Listener, accepted, alone
+from tests.serving.scheduling import Offload
 from tests.serving.test_loop import params, prompts
-from tests.serving.test_scheduler import Offload
 
 TOKENIZER = make_tokenizer()
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
