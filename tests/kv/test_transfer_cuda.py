@@ -6,10 +6,11 @@ import torch
 
 from greenroom.kernels.gpu.batch_copy import has_batch_copy
 from greenroom.kv.config import KVOffloadConfig
-from greenroom.kv.copies import Direction, make_copies
+from greenroom.kv.copies import Direction
 from greenroom.kv.cuda_copies import WAYS
 from greenroom.kv.host_memory import HostMemory
 from greenroom.kv.layouts import BlockLayout, TensorLayout, block_layout
+from greenroom.kv.make import make_copies
 from greenroom.kv.offload import HostKVOffload
 from greenroom.kv.prefix import block_keys
 from greenroom.kv.transfer import StreamWorker, TransferResult

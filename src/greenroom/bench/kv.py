@@ -11,9 +11,10 @@ import torch
 from greenroom.bench.result import BenchResult, gpu_name
 from greenroom.engine.request import choose_device
 from greenroom.errors import EngineError
-from greenroom.kv.copies import Direction, make_copies
+from greenroom.kv.copies import Direction
 from greenroom.kv.host_memory import HostMemory
 from greenroom.kv.layouts import TensorLayout, block_layout
+from greenroom.kv.make import make_copies
 from greenroom.kv.transfer import TransferResult, TransferWorker, make_worker
 
 RUN_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)

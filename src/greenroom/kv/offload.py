@@ -9,9 +9,10 @@ import torch
 from greenroom.errors import ConfigError
 from greenroom.kv.base import KVOffloadStats, LaneStats, Transfers
 from greenroom.kv.config import KVOffloadConfig
-from greenroom.kv.copies import Direction, make_copies
+from greenroom.kv.copies import Direction
 from greenroom.kv.host_memory import HostMemory
 from greenroom.kv.layouts import BlockLayout, TensorLayout, block_layout
+from greenroom.kv.make import make_copies
 from greenroom.kv.manager import HostBlockManager, LoadTicket, StoreTicket
 from greenroom.kv.prefix import START, BlockKey
 from greenroom.kv.transfer import TransferWorker, make_worker
