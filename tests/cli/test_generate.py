@@ -123,6 +123,7 @@ def test_json_says_how_tokens_were_decoded(runner, fake):
         (["--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--temperature", "-1"], "temperature must be 0 or more"),
         (["--top-p", "0"], "top_p must be above 0"),
+        (["--seed", str(2**64)], "seed must be between"),
         (["--cache-expert-num", "-1"], "cache_expert_num must be a whole number of at least 0"),
         (["--cache-expert-num", "1", "--vram", "1GiB"], "not both"),
         (["--vram", "much"], "'much' is not a size"),

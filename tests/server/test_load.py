@@ -74,6 +74,8 @@ def test_mixed_load(tiny):
 
 
 def test_experts_add_up(tiny):
+    for prompt in ("Once upon a time there was", "The king said"):
+        assert tiny.post(COMPLETIONS, {"model": MODEL, "prompt": prompt, "max_tokens": 16}).status_code == 200
     metrics = tiny.metrics()
     sizes = {value for (name, _), value in metrics.items() if name == "greenroom_expert_slots"}
     assert sizes == {4}

@@ -35,7 +35,7 @@ def generate(
 
     if save_profile is not None:
         profiles.check_profile_path(save_profile)
-    generation.check_request(prompt, max_tokens, temperature=temperature, top_p=top_p)
+    generation.check_request(prompt, max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     # Few tokens are longer than eight bytes, so that hardly a prompt has fewer.
     tokens = max_tokens + 1 + len(prompt.encode()) // 8
     with (
