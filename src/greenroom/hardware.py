@@ -5,6 +5,7 @@ import functools
 import mmap
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -128,6 +129,11 @@ def unlock_pages(address: int) -> None:
 def cuda_driver() -> ctypes.CDLL:
     """The driver's own interface. Raises OSError on a machine without one."""
     return ctypes.CDLL("libcuda.so.1")
+
+
+def page_locks(wanted: bool) -> tuple[Callable[[int, int], None], Callable[[int], None]] | tuple[None, None]:
+    """``lock_pages`` and ``unlock_pages``, or nothing instead of both."""
+    return (lock_pages, unlock_pages) if wanted else (None, None)
 
 
 def memlock_limit() -> str:

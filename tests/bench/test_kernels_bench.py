@@ -61,7 +61,7 @@ def test_experts_that_a_batch_cannot_use_are_refused():
 
 
 def test_fetch_copies_one_set_after_another():
-    lock = (hardware.lock_pages, hardware.unlock_pages) if DEVICE.type == "cuda" else (None, None)
+    lock = hardware.page_locks(DEVICE.type == "cuda")
     with HostStore([FORMAT], [7], *lock) as store:
         store.blocks(0).copy_(torch.randint(256, store.blocks(0).shape, dtype=torch.uint8))
         target = torch.zeros(3, FORMAT.block_bytes, dtype=torch.uint8, device=DEVICE)

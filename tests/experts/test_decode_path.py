@@ -48,7 +48,7 @@ def decode(
     fmt: ExpertFormat, experts: int, slots: int, tokens: int, top_k: int, layers: int = 1, update: int = 2
 ) -> Iterator[tuple[OffloadManager, DecodeSteps]]:
     on_gpu = DEVICE.type == "cuda"
-    lock = (hardware.lock_pages, hardware.unlock_pages) if on_gpu else (None, None)
+    lock = hardware.page_locks(on_gpu)
     store = HostStore([fmt] * layers, [experts] * layers, *lock)
     for layer in range(layers):
         for part in vars(store.views(layer)).values():

@@ -48,7 +48,7 @@ def measure_bandwidth(threads: int | None = None, isa: str = "auto") -> Bandwidt
     """
     on_gpu = torch.cuda.is_available()
     count, cores = hardware.engine_cores(threads, beside_gpu=on_gpu)
-    lock, unlock = (hardware.lock_pages, hardware.unlock_pages) if on_gpu else (None, None)
+    lock, unlock = hardware.page_locks(on_gpu)
     with (
         HostStore([_FORMAT], [_EXPERTS], lock, unlock, homes=numa.engine_homes()) as store,
         CpuExperts(count, cores, Isa.parse(isa)) as engine,

@@ -124,7 +124,7 @@ def _layers(
     from greenroom.experts.decode_steps import DecodeSteps
 
     on_gpu = device.type == "cuda"
-    lock = (hardware.lock_pages, hardware.unlock_pages) if on_gpu else (None, None)
+    lock = hardware.page_locks(on_gpu)
     formats, experts, all_slots = [_FORMAT] * layers, [_EXPERTS] * layers, [slots] * layers
     # The manager closes both store and tier.
     store = HostStore(formats, experts, *lock)

@@ -93,8 +93,7 @@ def handing_over(
 
     on_gpu = device.type == "cuda"
     # The kernels only compute its addresses, but a path refuses what a GPU could not read.
-    locks = (hardware.lock_pages, hardware.unlock_pages) if on_gpu else (None, None)
-    with HostStore([fmt], [experts], *locks) as store, CpuExperts(1) as engine:
+    with HostStore([fmt], [experts], *hardware.page_locks(on_gpu)) as store, CpuExperts(1) as engine:
         boxes = Mailboxes(engine, store, tokens, top_k, pin_memory=on_gpu)
         slots = [torch.empty(0, fmt.block_bytes, dtype=torch.uint8, device=device)]
         slot_of = torch.full((1, experts), -1, dtype=torch.int32, device=device)

@@ -27,11 +27,11 @@ class ExpertLaunches:
 
     def __init__(self, fmt: ExpertFormat, blocks: torch.Tensor, experts: int, tokens: int, top_k: int) -> None:
         """blocks: uint8 [a multiple of experts, block_bytes]."""
+        from greenroom.experts.expert_launches import Entries  # needs triton
+
         if not top_k <= experts <= tokens * top_k or len(blocks) % experts:
             raise ValueError(f"{tokens} tokens with {top_k} choices cannot use all of {experts} experts a set")
         device = blocks.device
-        from greenroom.experts.expert_launches import Entries  # needs triton
-
         self._format, self._experts = fmt, experts
         self.sets = len(blocks) // experts
         self.hidden = torch.randn(tokens, fmt.hidden, device=device).to(fmt.dtype)

@@ -189,12 +189,12 @@ def close(model: PreTrainedModel) -> None:
 
 
 def _make_store(config: OffloadConfig, spec: ModelSpec, device: torch.device) -> HostStore:
-    lock = device.type == "cuda" and config.pin_memory
+    lock, unlock = hardware.page_locks(device.type == "cuda" and config.pin_memory)
     return HostStore(
         [layer.format for layer in spec.layers],
         [layer.num_experts for layer in spec.layers],
-        lock_pages=hardware.lock_pages if lock else None,
-        unlock_pages=hardware.unlock_pages if lock else None,
+        lock_pages=lock,
+        unlock_pages=unlock,
         homes=numa.engine_homes(),
     )
 

@@ -30,7 +30,7 @@ def rank_cores(threads: int | None, share: Share) -> tuple[int, list[int] | None
     Args:
         threads: what was asked for, or None.
     """
-    own = divide_cores(hardware.usable_cores(), numa.node_cores(), share)
+    own = _own_cores(share)
     if threads is None:
         threads = max(1, len(own) - 1) if share.beside_gpu else len(own)
     return threads, own[len(own) - threads :] if threads <= len(own) and hardware.may_pin() else None
@@ -38,8 +38,11 @@ def rank_cores(threads: int | None, share: Share) -> tuple[int, list[int] | None
 
 def rank_homes(share: Share) -> list[list[int]]:
     """A rank's cores by NUMA node, for its memory to lie there; empty where there is no choice."""
-    nodes = numa.node_cores()
-    return numa.homes(divide_cores(hardware.usable_cores(), nodes, share), nodes)
+    return numa.homes(_own_cores(share), numa.node_cores())
+
+
+def _own_cores(share: Share) -> list[int]:
+    return divide_cores(hardware.usable_cores(), numa.node_cores(), share)
 
 
 def divide_cores(cores: list[int], nodes: list[list[int]], share: Share) -> list[int]:

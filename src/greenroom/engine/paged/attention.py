@@ -89,9 +89,9 @@ def _attend_first(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The batch's single tokens, from blocks or from what was gathered."""
+    if paged.single_lengths is not None:
+        return attend_each(query, key, value, paged.single_lengths, scale, window, sinks)
     if paged.single_keys is not None:
-        if query.device.type == "cpu":
-            return attend_each(query, key, value, paged.lengths.tolist(), scale, window, sinks)
         return attend_singles(query, key, value, paged.single_keys, paged.lengths, scale, window, sinks)
     assert isinstance(module.layer_idx, int)
     layer, blocks = paged.cache.layers[module.layer_idx], (paged.tables, paged.lengths, paged.cache.block_size)

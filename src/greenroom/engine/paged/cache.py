@@ -35,8 +35,9 @@ class PagedBatch:
     slots: int64 [T], where new keys and values go.
     singles: the first tokens of the batch, each the only new one of its sequence.
     tables: int64 [singles, W], blocks; lengths: int64 [singles], tokens that each sees.
-    single_keys: int64 [singles, longest], where each one's keys are among those gathered, or None:
-        then a kernel reads them from their blocks.
+    single_keys: int64 [singles, longest], where each one's keys are among those gathered. single_lengths: on a CPU
+        instead of it, how many keys each has there, one's behind those of the one before. Both None: a kernel reads
+        them from their blocks.
     gather: int64 [S], slots of the keys that attention gets; None if it gets the new ones alone.
     spans: chunks of several tokens.
     """
@@ -47,6 +48,7 @@ class PagedBatch:
     tables: torch.Tensor
     lengths: torch.Tensor
     single_keys: torch.Tensor | None
+    single_lengths: list[int] | None
     gather: torch.Tensor | None
     spans: tuple[Span, ...]
 
@@ -140,11 +142,14 @@ class PagedCache(Cache):
         Args:
             kernel: single tokens read their keys from blocks, through a kernel.
         """
-        gather, single_keys, spans = packing.gather, None, packing.spans
+        gather, single_keys, single_lengths, spans = packing.gather, None, None, packing.spans
         if not kernel and packing.singles:
             # Their keys come before the others'.
-            own, places = _slots_of_singles(packing, self.block_size)
-            single_keys = torch.from_numpy(places).to(self.device)
+            own = _slots_of_singles(packing, self.block_size)
+            if self.device.type == "cpu":
+                single_lengths = packing.lengths.tolist()
+            else:
+                single_keys = torch.from_numpy(_padded_places(packing.lengths)).to(self.device)
             spans = tuple(Span(s.query_start, s.query_num, s.key_start + len(own), s.key_num) for s in spans)
             gather = np.concatenate([own, gather])
         return PagedBatch(
@@ -154,16 +159,20 @@ class PagedCache(Cache):
             tables=torch.from_numpy(packing.tables).to(self.device),
             lengths=torch.from_numpy(packing.lengths).to(self.device),
             single_keys=single_keys,
+            single_lengths=single_lengths,
             gather=torch.from_numpy(gather).to(self.device) if len(gather) else None,
             spans=spans,
         )
 
 
-def _slots_of_singles(packing: Packing, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [S]: their sequences' slots, one after another; int64 [singles, longest]: where each one's are in it."""
-    lengths = packing.lengths
+def _slots_of_singles(packing: Packing, block_size: int) -> np.ndarray:
+    """int64 [S]: their sequences' slots, one after another."""
     every = (packing.tables[:, :, None] * block_size + np.arange(block_size)).reshape(packing.singles, -1)
-    own = np.concatenate([row[:length] for row, length in zip(every, lengths, strict=True)])
+    return np.concatenate([row[:length] for row, length in zip(every, packing.lengths, strict=True)])
+
+
+def _padded_places(lengths: np.ndarray) -> np.ndarray:
+    """int64 [n, longest]: where each one's are in those slots; the last one again and again behind its end."""
     starts = np.cumsum(lengths) - lengths
-    places = starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
-    return own, places
+    places: np.ndarray = starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
+    return places

@@ -156,6 +156,7 @@ class DecodeInputs:
             tables=inputs[_WORDS * rows :].view(self._width, rows).T[start:end],
             lengths=lengths,
             single_keys=None,
+            single_lengths=None,
             gather=None,
             spans=(),
         )
