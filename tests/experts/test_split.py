@@ -156,6 +156,15 @@ def test_a_cpu_that_begins_late_costs_no_more_than_doing_without_it(often, most_
     assert np.mean(clock) <= alone * 1.25, "rare delays are believed for some steps, frequent ones are tried again"
 
 
+def test_steps_that_tell_nothing_of_answers_leave_the_delay_alone():
+    """Halves: the CPU's rate goes up and down, and that says nothing about when it begins."""
+    split = SplitController(190e-6, 95e-6, 128)
+    known = split.delay_s, split.lapse_s
+    for number in range(20):
+        split.observe(LaneTimes(4.0, 4 * 200e-6, 4.0, 4 * (90e-6 if number % 2 else 100e-6), 12))
+    assert (split.delay_s, split.lapse_s) == known
+
+
 def test_rare_lapses_do_not_move_where_the_lanes_meet():
     split, chosen = SplitController(190e-6, 95e-6, 128), []
     host = BusyHost(0.1, 4e-3)

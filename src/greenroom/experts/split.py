@@ -109,7 +109,7 @@ class SplitController:
         before, self.cpu_s = self.cpu_s, self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
         if times.delays_s:
             self._follow_delays(np.array(times.delays_s))
-        elif self.cpu_s < before:
+        elif times.cpu == 0 and self.cpu_s < before:
             # Believed to be faster, it is also believed to begin sooner.
             self.delay_s, self.lapse_s = self.delay_s * _PROBE_GAIN, self.lapse_s * _PROBE_GAIN
         # Now, since steps begin with it, and no step waits for what is learnt.
