@@ -47,7 +47,7 @@ def test_each_set_of_experts_gives_its_own_right_sums(experts, tokens):
 def test_bytes_of_the_expert_kernels():
     blocks = noise_blocks(FORMAT, 8, DEVICE)
     up, down = ExpertLaunches(FORMAT, blocks, 8, 3, 3).cases()
-    act = 8 * 3 * 32 * 2
+    act = 3 * 3 * 32 * 2
     assert up.nbytes == 8 * 64 * 64 * 2 + 3 * 64 * 2 + act
     assert down.nbytes == 8 * 64 * 32 * 2 + act + 3 * 3 * 64 * 4
     assert (up.experts, up.tokens, up.limit) == (8, 3, "hbm")

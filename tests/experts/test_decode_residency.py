@@ -221,7 +221,7 @@ def stage(seed: int, policy: str = "lru", update: int = 2) -> Iterator[Stage]:
 @pytest.fixture(autouse=True)
 def one_program_an_expert(monkeypatch):
     """The interpreter runs program after program."""
-    monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens: (Tiling(16, 16, 16, 4, 3),) * 2)
+    monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens, itemsize: (Tiling(16, 16, 16, 4, 3),) * 2)
 
 
 def exercise(steps: int, seed: int, policy: str = "lru", update: int = 2) -> Stage:

@@ -36,7 +36,7 @@ Batch = tuple[torch.Tensor, ...]
 def few_large_tiles(monkeypatch):
     """The interpreter runs program after program; what each computes does not depend on their number."""
     if not ON_GPU:
-        monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens: (Tiling(64, 16, 64, 4, 3),) * 2)
+        monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens, itemsize: (Tiling(64, 16, 64, 4, 3),) * 2)
 
 
 class Halves:

@@ -245,7 +245,7 @@ from tests.experts.test_decode_path import DEVICE, Parts, check, decode, random_
 def few_programs(monkeypatch):
     """The interpreter runs one after another."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens: (Tiling(32, 16, 32, 4, 3),) * 2)
+        monkeypatch.setattr(expert_launches, "choose_tilings", lambda tokens, itemsize: (Tiling(32, 16, 32, 4, 3),) * 2)
 
 
 def play(used: np.ndarray, streamed: list[int], offers: Offers) -> list[int]:

@@ -50,7 +50,7 @@ class ExpertLaunches:
     def cases(self) -> list[Case]:
         """Both kernels over all sets in turn."""
         fmt, (tokens, top_k) = self._format, self.ids.shape
-        size, act = fmt.dtype.itemsize, self._experts * tokens * fmt.inter
+        size, act = fmt.dtype.itemsize, tokens * top_k * fmt.inter
         up = self._experts * fmt.up_rows * fmt.hidden + tokens * fmt.hidden + act
         down = self._experts * fmt.hidden * fmt.inter + act
         shape = f"{self._experts} experts, hidden {fmt.hidden}, inter {fmt.inter}"
@@ -75,7 +75,8 @@ class ExpertLaunches:
         from greenroom.experts.expert_launches import launch_up
         from greenroom.kernels.gpu.expert_ffn import ALL
 
-        launch_up(self._act, self.hidden, self._entries[number], self._experts, self._format, ALL)
+        entries, top_k = self._entries[number], self.ids.shape[1]
+        launch_up(self._act, self.hidden, self.ids, top_k, entries, self._experts, self._format, ALL)
 
     def down(self, number: int) -> None:
         """The second projection with the experts of a set, of what ``up`` left."""

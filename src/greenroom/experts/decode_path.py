@@ -9,10 +9,10 @@ Who writes what:
 - The host writes the ``StepTable`` before a step's work is enqueued and after the copy of the step before has been
   made.
 - Buffers on the device belong to one stream: its order keeps layers apart.
-- The fetch buffer is filled on a stream of its own while resident experts run, behind the dispatch kernel and
-  before the kernels that read it; the two streams meet again before combine. So are cache slots in which experts
-  land: those that the host has offered, and whose own expert the layer does not use. Nobody else reads or writes them
-  while the step lasts, provided that no other path runs in the same step.
+- The fetch buffer is filled and read on a stream of its own, behind the dispatch kernel, while resident experts run;
+  the two streams meet again before combine. Each entry has its own rows of activations and outputs. Cache slots in
+  which experts land are filled and read there too: those that the host has offered, and whose own expert the layer does
+  not use. Nobody else reads or writes them while the step lasts, provided that no other path runs in the same step.
 - The mailbox's payload is written by the device until it raises the request, then read by the CPU engine
   until that raises done, and done is reset by the device. So each has one writer at a time.
 """
@@ -23,7 +23,7 @@ import triton
 
 from greenroom.errors import ConfigError
 from greenroom.experts.expert_launches import launch_down, launch_up
-from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.formats import ALIGNMENT, ExpertFormat
 from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.path_buffers import PathBuffers
@@ -79,6 +79,8 @@ class DecodePath:
         device = slot_of.device
         if device.type == "cuda" and not store.locked:
             raise ConfigError("a GPU cannot read experts in memory that is not page-locked; drop pin_memory=False")
+        if any(slot.data_ptr() % ALIGNMENT for slot in slots):
+            raise ValueError(f"slots must begin at multiples of {ALIGNMENT} bytes, as the kernels are told")
         self.device = device
         self.timed = device.type == "cuda"
         self.wait_limit_s = CPU_LIMIT_S
@@ -202,7 +204,7 @@ class DecodePath:
     def _run_experts(
         self, layer: int, fmt: ExpertFormat, hidden: torch.Tensor, weights: torch.Tensor, tokens: int
     ) -> None:
-        """Resident experts at once, those that cross PCIe behind their copies, which go on meanwhile."""
+        """Resident experts at once; those that cross PCIe beside them, behind their copies."""
         if not self._may_miss(layer):
             self._compute(fmt, hidden, weights, tokens, layer, ALL)
         elif len(self._slots[layer]) == 0:
@@ -217,9 +219,9 @@ class DecodePath:
             self._fetch_stream.wait_stream(main)
             with torch.cuda.stream(self._fetch_stream):
                 self._fetch(fmt)
+                self._compute(fmt, hidden, weights, tokens, layer, CROSSING)
             self._compute(fmt, hidden, weights, tokens, layer, RESIDENT)
             main.wait_stream(self._fetch_stream)
-            self._compute(fmt, hidden, weights, tokens, layer, CROSSING)
 
     def _fetch(self, fmt: ExpertFormat) -> None:
         fetch_kernel[(triton.cdiv(fmt.block_bytes, 4 * _FETCH_STRETCH), self._buffers.fetch_slots)](
@@ -244,7 +246,7 @@ class DecodePath:
         most = min(self._store.num_experts[layer], tokens * self.top_k)
         if part is RESIDENT:
             most = min(most, len(self._slots[layer]))
-        launch_up(buffers.act, hidden, buffers.entries, most, fmt, part)
+        launch_up(buffers.act, hidden, buffers.gpu_ids, self.top_k, buffers.entries, most, fmt, part)
         spans = buffers.spans[layer]
         launch_down(buffers.partial, buffers.act, buffers.gpu_ids, weights, buffers.entries, most, spans, fmt, part)
 

@@ -27,6 +27,8 @@ class Entries:
 def launch_up(
     act: torch.Tensor,
     hidden: torch.Tensor,
+    gpu_ids: torch.Tensor,
+    top_k: int,
     entries: Entries,
     most: int,
     fmt: ExpertFormat,
@@ -35,17 +37,21 @@ def launch_up(
     """First projection and activation.
 
     Args:
-        act: written: of the experts' dtype, room for [most, T, inner width].
+        act: written where a token chose an entry: of the experts' dtype, room for [most, T, inner width].
         hidden: [T, H] of the experts' dtype, contiguous.
+        gpu_ids: int32, T * K choices that the GPU computes, -1 elsewhere.
         most: entries that the launch may have to compute.
         part: which entries, of ``expert_ffn``.
     """
-    tokens, (tiling, _), activation = len(hidden), choose_tilings(len(hidden)), fmt.activation
+    tokens, activation = len(hidden), fmt.activation
+    tiling, _ = choose_tilings(tokens, fmt.dtype.itemsize)
     up, _, up_bias, _, _ = fmt.offsets
     up_kernel[(triton.cdiv(fmt.inter, tiling.rows), most)](
         act,
         hidden,
+        gpu_ids,
         entries.address,
+        entries.expert,
         entries.rows,
         entries.num,
         up,
@@ -53,6 +59,7 @@ def launch_up(
         activation.alpha,
         activation.limit,
         TOKENS=tokens,
+        TOP_K=top_k,
         HIDDEN=fmt.hidden,
         INTER=fmt.inter,
         KIND=int(activation.kind),
@@ -81,14 +88,14 @@ def launch_down(
     Args:
         partial: written: float32, room for [T, K, H].
         act: what ``launch_up`` wrote.
-        gpu_ids: int32, T * K choices that the GPU computes, -1 elsewhere.
+        gpu_ids: as there.
         weights: floats [T, K].
         most: as there.
         spans: int64 [>= 3], the device's clock; on a GPU the end of what crosses PCIe is written.
         part: as there.
     """
     (tokens, top_k), on_gpu = weights.shape, act.device.type == "cuda"
-    _, tiling = choose_tilings(tokens)
+    _, tiling = choose_tilings(tokens, fmt.dtype.itemsize)
     _, down, _, down_bias, _ = fmt.offsets
     down_kernel[(triton.cdiv(fmt.hidden, tiling.rows), most)](
         partial,

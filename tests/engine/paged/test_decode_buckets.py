@@ -36,7 +36,9 @@ def few_large_tiles(monkeypatch):
     """The interpreter runs program after program; what each computes does not depend on their number."""
     if DEVICE == "cpu":
         monkeypatch.setattr(
-            expert_launches, "choose_tilings", lambda tokens: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2
+            expert_launches,
+            "choose_tilings",
+            lambda tokens, itemsize: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2,
         )
 
 

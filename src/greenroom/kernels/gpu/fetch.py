@@ -27,8 +27,9 @@ def fetch_kernel(
     """
     slot = tl.program_id(1)
     if slot < tl.load(entry_num + 2):
-        source = tl.load(fetch_source + slot).to(tl.pointer_type(tl.int32))
-        target = tl.load(fetch_target + slot).to(tl.pointer_type(tl.int32))
+        # Blocks are aligned to that at least; without being told, loads are of 4 bytes.
+        source = tl.multiple_of(tl.load(fetch_source + slot).to(tl.pointer_type(tl.int32)), 16)
+        target = tl.multiple_of(tl.load(fetch_target + slot).to(tl.pointer_type(tl.int32)), 16)
         words = block_bytes // 4
         for first in tl.static_range(0, STRETCH, BLOCK):
             word = tl.program_id(0) * STRETCH + first + tl.arange(0, BLOCK)

@@ -26,12 +26,17 @@ class Tiling:
         }
 
 
-def choose_tilings(tokens: int) -> tuple[Tiling, Tiling]:
+def choose_tilings(tokens: int, itemsize: int) -> tuple[Tiling, Tiling]:
     """Tiles of the up and the down kernel: products and sums for one token, matrix units for more.
 
-    Found by trying: few long rows for the wide first projection of one token, more and shorter ones for the second.
+    A tile of a row is what one warp reads at once, or two; more programs with fewer rows hide better how long the first
+    bytes take. What is under way for a program fits into 99 KiB of shared memory, all that consumer GPUs have.
+
+    Args:
+        itemsize: bytes of a weight.
     """
     if tokens == 1:
-        return Tiling(rows=2, tokens=1, width=1024, warps=4, stages=3), Tiling(8, 1, 256, 4, 3)
+        return Tiling(rows=1, tokens=1, width=1024, warps=2, stages=1), Tiling(2, 1, 1024, 4, 1)
     padded = max(16, triton.next_power_of_2(tokens))
-    return Tiling(rows=32, tokens=padded, width=256, warps=4, stages=3), Tiling(32, padded, 128, 4, 4)
+    width = 256 // itemsize
+    return Tiling(rows=64, tokens=padded, width=width, warps=4, stages=2), Tiling(64, padded, width, 4, 3)
