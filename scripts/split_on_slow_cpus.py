@@ -2,8 +2,9 @@
 """Decode with the CPU engine slowed down, on few cores or beside a busy host: is using both lanes ever slower than one?
 
 For each batch and slowdown, milliseconds a step with absent experts read over PCIe only, computed by the CPU only, and
-by both as the split has learnt; one JSON line each. The model has random weights and nothing cached, its routing is
-drawn at random. `both_over_best` is what the split costs or gains; where it exceeds 1 by more than the spread, it lost.
+by both as the split has learnt, by turns; one JSON line each. The model has random weights and nothing cached, its
+routing is drawn at random. `both_over_best` is what the split costs or gains; where it exceeds 1 by more than the
+spread, it lost.
 
 Usage: PYTHONPATH=src python scripts/split_on_slow_cpus.py [--shape q30-12L] [--batch 1 16] [--slow 1 2 8 50]
        [--cores N] [--busy N]
@@ -32,6 +33,9 @@ from greenroom.experts.split import PARTS, LaneTimes, SplitController
 
 WAYS = ("pcie", "cpu", "both")
 PROMPT, MOST_STEPS = 32, 512
+TURNS = 7
+SLOW_TURN_MS = 1500
+"""A way whose turn takes longer has only one."""
 
 
 class OneLane(SplitController):
@@ -48,30 +52,32 @@ class OneLane(SplitController):
         pass
 
 
-def step_ms(runner: StepRunner, steps: int) -> float:
-    """Median of three means."""
-    means = []
-    for _ in range(3):
-        started = time.perf_counter()
-        for _ in range(steps):
-            runner.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        means.append((time.perf_counter() - started) / steps * 1e3)
-    return statistics.median(means)
+def run_steps(runner: StepRunner, steps: int) -> float:
+    """Milliseconds a step."""
+    started = time.perf_counter()
+    for _ in range(steps):
+        runner.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps * 1e3
 
 
 def measure(runner: StepRunner, batch: int, most_experts: int) -> dict[str, float]:
-    """By way; the learnt split gets some steps first to follow a change."""
+    """By way the median of its turns; the learnt split gets some steps first to follow a change."""
     learnt, steps = runner.steps.split, 8 if batch == 1 else 3
-    found = {}
-    for way in WAYS:
-        runner.steps.split = learnt if way == "both" else OneLane(most_experts, way == "pcie")
-        for _ in range(14 if way == "both" else 1):
+    splits = {"pcie": OneLane(most_experts, True), "cpu": OneLane(most_experts, False), "both": learnt}
+    for _ in range(14):
+        runner.step()
+    turns: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(TURNS):
+        for way in WAYS:
+            if turns[way] and turns[way][0] * steps > SLOW_TURN_MS:
+                continue
+            runner.steps.split = splits[way]
             runner.step()
-        found[way] = step_ms(runner, steps)
+            turns[way].append(run_steps(runner, steps))
     runner.steps.split = learnt
-    return found
+    return {way: statistics.median(its_turns) for way, its_turns in turns.items()}
 
 
 @contextmanager

@@ -36,21 +36,37 @@ NO_CPU = (2, 0, 7_000, 7_500, 7_900, 99)
 def test_an_answer_that_was_waited_for_shows_its_delay():
     inter = np.full(5, 64)
     times = finished([LATE, ONLY_CPU, QUICK, IN_TIME, NO_CPU]).times(inter, timed=True)
-    assert times.delays_s == pytest.approx((400e-6, 200e-6, 0, 0))
+    assert times.asked is not None
+    assert times.asked.delays_s == pytest.approx([400e-6, 200e-6, 0, 0])
+    assert times.asked.work_s == pytest.approx([500e-6, 500e-6, 5e-6, 500e-6])
+    assert times.asked.seconds == pytest.approx([900e-6, 700e-6, 9e-6, 905e-6])
+    assert (times.asked.streamed.tolist(), times.asked.cpu.tolist()) == ([2, 0, 0, 2], [3, 3, 1, 3])
     assert times.cpu_s == pytest.approx(1_505e-6)
     assert times.streamed_s == pytest.approx((400 + 900 + 500) * 1e-6)
 
 
 def test_clocks_that_disagree_are_no_negative_delay():
-    assert finished([(0, 1, 1_000, 0, 1_100, 120)]).times(np.array([64]), timed=True).delays_s == (0,)
+    times = finished([(0, 1, 1_000, 0, 1_100, 120), (0, 1, 1_000, 0, 900, 120)]).times(np.full(2, 64), timed=True)
+    assert times.asked is not None
+    assert times.asked.delays_s.tolist() == [0, 0]
+    assert times.asked.seconds == pytest.approx([100e-6, 0])
 
 
 def test_without_a_clock_nothing_is_known_about_answers():
     times = finished([LATE, ONLY_CPU]).times(np.full(2, 64), timed=False)
-    assert times.delays_s == ()
+    assert times.asked is None
 
 
 def test_halves_say_nothing_about_answers():
     """One's job waits for the other's."""
     times = finished([LATE, ONLY_CPU], parts=2).times(np.full(2, 64), timed=True)
-    assert times.delays_s == ()
+    assert times.asked is None
+
+
+def test_a_divided_expert_is_on_both_lanes_in_proportion():
+    step = finished([LATE])
+    step.lanes[0, 0, 3:] = 7, 16
+    times = step.times(np.array([64]), timed=True)
+    assert times.asked is not None
+    assert (times.asked.streamed.tolist(), times.asked.cpu.tolist()) == ([2.25], [2.75])
+    assert (times.streamed, times.cpu) == (2.25, 2.75)

@@ -28,7 +28,7 @@ from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.landing import Offers
 from greenroom.experts.manager import OffloadManager, StepRecord
-from greenroom.experts.split import LaneTimes, SplitController
+from greenroom.experts.split import AskedLayers, LaneTimes, SplitController
 from greenroom.experts.step_part import StepPart, busy_s
 
 _WAITED_NS = 10_000
@@ -95,20 +95,27 @@ class _Finished:
             cpu=float((self.lanes[..., 2] - divided).sum()),
             cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
             streaming_layers=int(streamed.any(axis=0).sum()),
-            delays_s=self._delays_s(on_cpu) if timed else (),
+            asked=self._asked(on_cpu[0], crossing[0], divided[0]) if timed and len(self.lanes) == 1 else None,
         )
 
-    def _delays_s(self, on_cpu: np.ndarray) -> tuple[float, ...]:
-        """Of the layers ``on_cpu``, as in ``LaneTimes``. Nothing about halves: one's answer also waits for the other's
-        job."""
-        if len(self.lanes) > 1:
-            return ()
-        posted, crossed, combined = (self.spans[0, on_cpu[0], moment] for moment in range(3))
-        # Whatever crossed PCIe is computed behind the resident experts, so its end is that of all the GPU's experts;
-        # an older time means that nothing crossed.
+    def _asked(self, on_cpu: np.ndarray, crossing: np.ndarray, divided: np.ndarray) -> AskedLayers:
+        """Of a step in one piece: in halves one's answer also waits for the other's job.
+
+        Args:
+            on_cpu: bool [layers], which ones. crossing, divided: float [layers].
+        """
+        posted, crossed, combined = (self.spans[0, on_cpu, moment] for moment in range(3))
+        # An older time means that nothing crossed.
         waited = combined - np.maximum(posted, crossed) > _WAITED_NS
-        delays = np.where(waited, np.maximum(combined - posted - self.busy_ns[0, on_cpu[0]], 0), 0)
-        return tuple((delays / 1e9).tolist())
+        work = self.busy_ns[0, on_cpu]
+        delays = np.where(waited, np.maximum(combined - posted - work, 0), 0)
+        return AskedLayers(
+            streamed=crossing[on_cpu],
+            cpu=(self.lanes[0, :, 2] - divided)[on_cpu],
+            work_s=work / 1e9,
+            delays_s=delays / 1e9,
+            seconds=np.maximum(combined - posted, 0) / 1e9,
+        )
 
 
 class DecodeSteps:

@@ -7,7 +7,9 @@ down (a container's quota) sheds its experts within a few steps, and gets them b
 
 A CPU may also be quick once it has begun, and begin late: on a busy host its threads first have to get a core. What
 that usually takes counts for where the two lanes meet. What it takes now and then does not: those layers wait in any
-case, and all others would for PCIe. But it counts for whether the CPU is asked at all.
+case, and all others would for PCIe. Nor do jobs that take long because their threads lose their cores. But whether the
+CPU is asked at all depends on how much longer layers that ask it take in the mean, for whatever reason, than lanes
+that always took what they usually do.
 
 PCIe may have more to carry than experts: other weights that are copied ahead. Both share it half and half as long as
 both are under way, so an expert then seems slow that is not, and the link stays busy when the last expert has arrived.
@@ -40,7 +42,9 @@ _LEAST_DELAY_S = 1e-6
 _EARLIER = 0.5
 """Of the delay that was known, what is taken for that of a step whose CPU usually answers before the GPU looks."""
 
-_LEAST_LAPSE_S = 10e-6
+_UNUSUAL = 3.0
+"""Times the median that an expert takes in a layer whose threads lost their cores."""
+
 _LAPSE_TRUST = 0.1
 """Lapses are rare and long: one alone should not close a lane."""
 
@@ -49,13 +53,28 @@ _BACK = 16
 
 
 @dataclass(frozen=True)
+class AskedLayers:
+    """Layers of a step that left the CPU experts, all arrays float [n].
+
+    streamed, cpu: experts on each lane. work_s: seconds that the CPU worked. delays_s: seconds beyond that for which
+    the GPU waited for its answer, or 0 if it did not wait in the end. seconds: from asking until the layer's sums could
+    be added up.
+    """
+
+    streamed: np.ndarray
+    cpu: np.ndarray
+    work_s: np.ndarray
+    delays_s: np.ndarray
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True)
 class LaneTimes:
     """What one step's absent experts took, summed over layers.
 
     streamed, cpu: experts on each lane; a divided one counts on both, in proportion. streamed_s, cpu_s: seconds
-    that each lane was busy. streaming_layers: layers that streamed any. delays_s: for each layer that left the CPU any,
-    seconds beyond the CPU's work that the GPU waited for its answer, or 0 if it did not wait in the end; empty if
-    nothing is known about that.
+    that each lane was busy. streaming_layers: layers that streamed any. asked: the layers that left the CPU any; None
+    if nothing is known about them one by one.
     """
 
     streamed: float
@@ -63,7 +82,7 @@ class LaneTimes:
     cpu: float
     cpu_s: float
     streaming_layers: int = 0
-    delays_s: tuple[float, ...] = ()
+    asked: AskedLayers | None = None
 
 
 class SplitController:
@@ -73,7 +92,7 @@ class SplitController:
         streamed_s: seconds to read one expert over PCIe, with PCIe to itself.
         cpu_s: seconds to compute one expert on the CPU.
         delay_s: seconds a layer that the CPU's answer usually takes besides.
-        lapse_s: how much more it takes in the mean.
+        lapse_s: how much longer a layer that asks the CPU takes, in the mean, than by the other three.
         link_load: what else crosses PCIe while a layer's experts do, in experts.
     """
 
@@ -89,7 +108,7 @@ class SplitController:
             raise ValueError("the load of PCIe must be 0 experts or more")
         self.streamed_s = streamed_s
         self.cpu_s = cpu_s
-        self.delay_s, self.lapse_s = _FIRST_DELAY_S, _LEAST_LAPSE_S
+        self.delay_s, self.lapse_s = _FIRST_DELAY_S, 0.0
         self.link_load = link_load
         self._least_s = streamed_s
         self._max_experts = max_experts
@@ -106,9 +125,11 @@ class SplitController:
         if times.streamed + times.cpu == 0:
             return
         self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, self._alone(times))
-        before, self.cpu_s = self.cpu_s, self._follow("cpu", self.cpu_s, times.cpu, times.cpu_s)
-        if times.delays_s:
-            self._follow_delays(np.array(times.delays_s))
+        asked = times.asked if times.asked is not None and len(times.asked.cpu) else None
+        on_cpu = (times.cpu, times.cpu_s) if asked is None else _usual_work(asked)
+        before, self.cpu_s = self.cpu_s, self._follow("cpu", self.cpu_s, *on_cpu)
+        if asked is not None:
+            self._follow_answers(asked)
         elif times.cpu == 0 and self.cpu_s < before:
             # Believed to be faster, it is also believed to begin sooner.
             self.delay_s, self.lapse_s = self.delay_s * _PROBE_GAIN, self.lapse_s * _PROBE_GAIN
@@ -137,16 +158,26 @@ class SplitController:
             return _towards(known, max(seconds / experts, 1e-9))
         return known * _PROBE_GAIN if use.unused() else known
 
-    def _follow_delays(self, delays_s: np.ndarray) -> None:
-        usual = float(np.median(delays_s)) or self.delay_s * _EARLIER
+    def _follow_answers(self, asked: AskedLayers) -> None:
+        usual = float(np.median(asked.delays_s)) or self.delay_s * _EARLIER
         self.delay_s = _towards(self.delay_s, max(usual, _LEAST_DELAY_S))
-        lapse = float(np.maximum(delays_s - self.delay_s, 0).mean())
-        self.lapse_s = _towards(self.lapse_s, max(lapse, _LEAST_LAPSE_S), _LAPSE_TRUST)
+        streaming = (asked.streamed + self.link_load * (asked.streamed > 0)) * self.streamed_s
+        expected = np.maximum(streaming, asked.cpu * self.cpu_s + self.delay_s)
+        # Arithmetic, unlike the others: few lapses may be most of the time that is lost.
+        more = max(float((asked.seconds - expected).mean()), 0.0)
+        self.lapse_s += (more - self.lapse_s) * _LAPSE_TRUST
 
 
-def _towards(known: float, seen: float, trust: float = _TRUST) -> float:
+def _usual_work(asked: AskedLayers) -> tuple[float, float]:
+    """(experts, seconds) of the CPU, without layers that took it far longer than the others."""
+    each = asked.work_s / asked.cpu
+    usual = each <= _UNUSUAL * np.median(each)
+    return float(asked.cpu[usual].sum()), float(asked.work_s[usual].sum())
+
+
+def _towards(known: float, seen: float) -> float:
     """In logarithms: what was wrong by fifty times either way is left equally fast."""
-    return float(known ** (1 - trust) * seen**trust)
+    return float(known ** (1 - _TRUST) * seen**_TRUST)
 
 
 class _LaneUse:
