@@ -202,6 +202,28 @@ def kv(
         _show(result, as_json)
 
 
+@app.command("serving")
+def serving(
+    shape: Shape = "q30-12L",
+    requests: Annotated[int, typer.Option("--requests", help="That decode at once.")] = 8,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the prompt that arrives meanwhile.")] = 3900,
+    max_step_tokens: Annotated[int, typer.Option("--max-step-tokens", metavar="N", help="Of one pass.")] = 2048,
+    steps: Annotated[int, typer.Option("--steps", help="Tokens of each request in a timed stretch.")] = 32,
+    routing: Routing = "uniform",
+    cache_expert_num: options.CacheExpertNum = 0,
+    context_num_threads: options.ContextNumThreads = None,
+    device: options.Device = OffloadConfig.device,
+    as_json: options.AsJson = False,
+) -> None:
+    """What a server's requests wait for: tokens alone, together, and while a long prompt arrives."""
+    from greenroom.bench.serving import bench_serving
+
+    knobs = OffloadConfig(cache_expert_num=cache_expert_num, context_num_threads=context_num_threads, device=device)
+    with one_json_object(as_json):
+        result = bench_serving(shape, requests, tokens, knobs, routing, max_step_tokens, steps).to_dict()
+    _show(result, as_json)
+
+
 @app.command("load")
 def load(
     shape: Shape = "q30-12L",
