@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""vLLM without the plugin and with it: speed, the same engines by turns, and greedy tokens. JSON lines on stdout.
+
+speed MODE  one engine. Decode is the time of all tokens less that of the first, prefill the time to the first token;
+            of each the best of some runs. Modes: stock (all on the GPU), uva (experts in host memory by vLLM's own
+            means), plugin (--slots experts of each layer on the GPU).
+turns       three engines on one GPU, each with a third of the cores: stock, plugin with every expert in a slot, and
+            stock once more. They decode by turns, many times: the two stock ones show how far figures stray.
+tokens      greedy tokens in float32: stock on one GPU, then the plugin for each number of slots. Exit status 1 if any
+            text differs.
+
+Usage: PYTHONPATH=src python scripts/compare_vllm.py speed plugin --slots 0
+       PYTHONPATH=src python scripts/compare_vllm.py turns
+       PYTHONPATH=src python scripts/compare_vllm.py tokens --tp 2 --slots 8 0
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from vllm_child import ChildEngine
+from vllm_engines import (
+    PROMPT,
+    claim_stdout,
+    common_arguments,
+    expert_gib,
+    made_up_arguments,
+    measured_with,
+    num_experts,
+    offload_arguments,
+    open_engine,
+    prepare_environment,
+    say,
+    timed,
+    vocabulary_size,
+    write_model,
+)
+
+TINY_MOE = Path(__file__).resolve().parent.parent / "examples" / "tiny-moe"
+
+
+def run_speed(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """A line a figure."""
+    model = folder / "model"
+    shape = write_model(model, args.shape, args.layers)
+    arguments = made_up_arguments(model, args.tp, args.util)
+    arguments |= offload_arguments(args.mode, args.slots, expert_gib(model) / args.tp)
+    slots = args.slots if args.mode == "plugin" else None
+    about = {"bench": "vllm", "mode": args.mode, "shape": shape, "slots": slots, "tp": args.tp, "repeats": args.repeats}
+    vocabulary = vocabulary_size(model)
+    with open_engine(arguments) as llm:
+
+        def best(batch: int, prompt: int, tokens: int) -> float:
+            return min(timed(llm, vocabulary, batch, prompt, tokens) for _ in range(args.repeats))
+
+        for batch in args.batch:
+            timed(llm, vocabulary, batch, PROMPT, 1 + args.tokens)
+            seconds = best(batch, PROMPT, 1 + args.tokens) - best(batch, PROMPT, 1)
+            value = round(batch * args.tokens / seconds, 1)
+            yield about | {"part": "decode", "batch": batch, "value": value, "unit": "tok/s"}
+        for prompt in args.prompt:
+            timed(llm, vocabulary, 1, prompt, 1)
+            value = round(prompt / best(1, prompt, 1), 1)
+            yield about | {"part": "prefill", "tokens": prompt, "value": value, "unit": "tok/s"}
+
+
+def run_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """A line a batch size and engine."""
+    model = folder / "model"
+    shape = write_model(model, args.shape, args.layers)
+    arguments = made_up_arguments(model, 1, args.util)
+    plugin = arguments | offload_arguments("plugin", num_experts(model), 0)
+    engines = {"stock": arguments, "plugin": plugin, "stock again": arguments}
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with ExitStack() as stack:
+        children = []
+        for (name, its_arguments), cores in zip(engines.items(), third_of_cores(), strict=True):
+            child = stack.enter_context(closing(ChildEngine(name, its_arguments, cores)))
+            # One after the other: each finds out how much memory it uses from how much is free.
+            child.wait_until_ready()
+            children.append(child)
+        for batch in args.batch:
+            about = {"bench": "vllm-turns", "shape": shape, "batch": batch, "turns": args.turns, "steps": args.steps}
+            yield from (about | line for line in take_turns(children, batch, args.turns, args.steps))
+
+
+def third_of_cores() -> list[list[int]]:
+    """The usable cores in three parts of one size; the same ones for all where there are fewer than three."""
+    cores = sorted(os.sched_getaffinity(0))
+    size = len(cores) // 3
+    return [cores[size * part : size * (part + 1)] if size else cores for part in range(3)]
+
+
+def take_turns(children: list[ChildEngine], batch: int, turns: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds a step of each, and how they compare with the first one's."""
+    for child in children:
+        child.step_ms(batch, steps)
+    times: list[list[float]] = [[] for _ in children]
+    for turn in range(turns):
+        for child, its_times in zip(children, times, strict=True):
+            its_times.append(child.step_ms(batch, steps))
+        say(f"batch {batch}, turn {turn}: " + ", ".join(f"{its_times[-1]:.3f}" for its_times in times))
+    median, least = statistics.median(times[0]), min(times[0])
+    for child, its_times in zip(children, times, strict=True):
+        yield {
+            "engine": child.name,
+            "value": round(statistics.median(its_times), 4),
+            "least": round(min(its_times), 4),
+            "unit": "ms/step",
+            "of_first": round(statistics.median(its_times) / median, 4),
+            "least_of_first": round(min(its_times) / least, 4),
+        }
+
+
+def run_tokens(args: argparse.Namespace, _folder: Path) -> Iterator[dict[str, Any]]:
+    """A line a number of slots."""
+    more: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
+    if args.together:
+        # Engines that start beside others cannot find out how much memory they use.
+        more |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 1 << 30}
+    engines = {"stock": common_arguments(args.model, 1, args.util) | more}
+    for slots in args.slots:
+        arguments = common_arguments(args.model, args.tp, args.util) | more | offload_arguments("plugin", slots, 0)
+        engines[f"{slots} slots"] = arguments
+    stock, *plugged = texts_together(engines) if args.together else texts_in_turn(engines)
+    for slots, texts in zip(args.slots, plugged, strict=True):
+        about = {"bench": "vllm-tokens", "model": args.model.name, "slots": slots, "tp": args.tp}
+        yield about | compare_texts(stock, texts)
+
+
+def texts_in_turn(engines: dict[str, dict[str, Any]]) -> list[list[list[int]]]:
+    found = []
+    for name, arguments in engines.items():
+        with closing(ChildEngine(name, arguments)) as child:
+            child.wait_until_ready()
+            found.append(child.texts())
+    return found
+
+
+def texts_together(engines: dict[str, dict[str, Any]]) -> list[list[list[int]]]:
+    """All engines start at once."""
+    with ExitStack() as stack:
+        children = [stack.enter_context(closing(ChildEngine(*engine))) for engine in engines.items()]
+        for child in children:
+            child.wait_until_ready()
+        return [child.texts() for child in children]
+
+
+def compare_texts(expected: list[list[int]], found: list[list[int]]) -> dict[str, Any]:
+    """How many are equal, and where the first of the others leaves the expected one."""
+    pairs = list(zip(expected, found, strict=True))
+    line: dict[str, Any] = {"texts": len(pairs), "equal": sum(a == b for a, b in pairs), "first_difference": None}
+    for index, (a, b) in enumerate(pairs):
+        if a != b:
+            position = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+            return line | {"first_difference": {"text": index, "position": position}}
+    return line
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--commit", help="of greenroom; by default what git says")
+    common.add_argument("--fast-dummy", action="store_true", help="make weights up from one random block (seconds)")
+    made_up = argparse.ArgumentParser(add_help=False)
+    made_up.add_argument("--shape", default="q30-12L", help="a name from greenroom.bench.shapes")
+    made_up.add_argument("--layers", type=int, help="another number of layers")
+    made_up.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+
+    speed = parts.add_parser("speed", parents=[common, made_up])
+    speed.add_argument("mode", choices=["stock", "uva", "plugin"])
+    speed.add_argument("--slots", type=int, default=0)
+    speed.add_argument("--tp", type=int, default=1)
+    speed.add_argument("--prompt", type=int, nargs="*", default=[512, 3900])
+    speed.add_argument("--repeats", type=int, default=3)
+    speed.add_argument("--tokens", type=int, default=32)
+    speed.set_defaults(run=run_speed)
+
+    turns = parts.add_parser("turns", parents=[common, made_up])
+    turns.add_argument("--turns", type=int, default=11)
+    turns.add_argument("--steps", type=int, default=200)
+    turns.set_defaults(run=run_turns)
+
+    tokens = parts.add_parser("tokens", parents=[common])
+    tokens.add_argument("--model", type=Path, default=TINY_MOE)
+    tokens.add_argument("--tp", type=int, default=1, help="GPUs of the engines with the plugin")
+    tokens.add_argument("--slots", type=int, nargs="+", default=[8, 0])
+    tokens.add_argument("--together", action="store_true", help="start all engines at once; needs the GPU to itself")
+    tokens.set_defaults(run=run_tokens)
+
+    for part, util in ((speed, 0.9), (turns, 0.28), (tokens, 0.9)):
+        part.add_argument("--util", type=float, default=util, help="gpu_memory_utilization of an engine")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args, results = parse(), claim_stdout()
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        prepare_environment(Path(name), args.fast_dummy)
+        for line in args.run(args, Path(name)):
+            failed |= line.get("equal") != line.get("texts")
+            results.write(json.dumps(line | measured_with(args.commit)) + "\n")
+            say(json.dumps(line))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""An engine of vLLM in a process of its own, which does as its parent says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm_engines import PROMPT, claim_stdout, generate, open_engine, random_prompts, timed, vocabulary_size
+
+TEXT_LENGTHS = (2, 3, 5, 8, 13, 17, 26, 34, 47, 61, 75)
+"""Tokens of the prompts whose answers are compared."""
+
+TEXT_TOKENS = 40
+
+
+class ChildEngine:
+    """The parent's side.
+
+    Raises:
+        RuntimeError: from any method, if the child has ended. It says why on stderr.
+    """
+
+    def __init__(self, name: str, arguments: dict[str, Any], cores: list[int] | None = None) -> None:
+        """Returns before the engine has started.
+
+        Args:
+            arguments: of ``LLM``.
+            cores: which the child may use; None for all.
+        """
+        self.name = name
+        command = [sys.executable, str(Path(__file__).resolve()), json.dumps(arguments)]
+        with running_on(cores):
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def wait_until_ready(self) -> None:
+        self._read()
+
+    def texts(self) -> list[list[int]]:
+        """Greedy tokens behind prompts that are the same every time; all of them twice."""
+        self._send("texts")
+        texts: list[list[int]] = self._read()
+        return texts
+
+    def step_ms(self, batch: int, steps: int) -> float:
+        """Milliseconds a decode step, over so many steps."""
+        self._send(f"go {batch} {steps}")
+        return float(self._read())
+
+    def close(self) -> None:
+        """Ends the process; idempotent."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine '{self.name}' has ended; stderr says why")
+        return json.loads(line)
+
+
+@contextmanager
+def running_on(cores: list[int] | None) -> Iterator[None]:
+    """Keeps this thread on ``cores``, and what it starts: libraries count cores as soon as they are imported."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or own)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def answer(llm: Any, vocabulary: int, command: str) -> Any:
+    """What the parent asked for."""
+    name, *numbers = command.split()
+    if name == "texts":
+        prompts = random_prompts(list(TEXT_LENGTHS), vocabulary, seed=3)
+        return generate(llm, prompts, TEXT_TOKENS) + generate(llm, prompts, TEXT_TOKENS)
+    assert name == "go"
+    batch, steps = map(int, numbers)
+    whole = timed(llm, vocabulary, batch, PROMPT, 1 + steps)
+    return (whole - timed(llm, vocabulary, batch, PROMPT, 1)) / steps * 1e3
+
+
+def main() -> int:
+    results, arguments = claim_stdout(), json.loads(sys.argv[1])
+    with open_engine(arguments) as llm:
+        vocabulary = vocabulary_size(Path(arguments["model"]))
+        results.write("null\n")
+        for command in sys.stdin:
+            results.write(json.dumps(answer(llm, vocabulary, command)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
