@@ -33,7 +33,7 @@ from greenroom.experts.split import PARTS, LaneTimes, SplitController
 
 WAYS = ("pcie", "cpu", "both")
 PROMPT, MOST_STEPS = 32, 512
-TURNS = 7
+TURNS = 5
 SLOW_TURN_MS = 1500
 """A way whose turn takes longer has only one."""
 

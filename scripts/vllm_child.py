@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,22 @@ from vllm_engines import PROMPT, claim_stdout, generate, open_engine, random_pro
 TEXT_LENGTHS = (2, 3, 5, 8, 13, 17, 26, 34, 47, 61, 75)
 """Tokens of the prompts whose answers are compared."""
 
-TEXT_TOKENS = 40
+TEXT_TOKENS, LIKELIEST = 40, 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """tokens: greedy ones. likeliest: of each place the likeliest tokens, by text for JSON's sake, and their log
+    probabilities."""
+
+    tokens: list[int]
+    likeliest: list[dict[str, float]]
+
+    def margin(self, position: int, token: int) -> float | None:
+        """How much likelier the own token is there than ``token``; None if that is not among the likeliest."""
+        here = self.likeliest[position]
+        other = here.get(str(token))
+        return None if other is None else round(here[str(self.tokens[position])] - other, 5)
 
 
 class ChildEngine:
@@ -39,11 +55,10 @@ class ChildEngine:
     def wait_until_ready(self) -> None:
         self._read()
 
-    def texts(self) -> list[list[int]]:
-        """Greedy tokens behind prompts that are the same every time; all of them twice."""
-        self._send("texts")
-        texts: list[list[int]] = self._read()
-        return texts
+    def answers(self) -> list[Answer]:
+        """Greedy ones to prompts that are the same every time; all of them twice."""
+        self._send("answers")
+        return [Answer(**answer) for answer in self._read()]
 
     def step_ms(self, batch: int, steps: int) -> float:
         """Milliseconds a decode step, over so many steps."""
@@ -87,9 +102,9 @@ def running_on(cores: list[int] | None) -> Iterator[None]:
 def answer(llm: Any, vocabulary: int, command: str) -> Any:
     """What the parent asked for."""
     name, *numbers = command.split()
-    if name == "texts":
+    if name == "answers":
         prompts = random_prompts(list(TEXT_LENGTHS), vocabulary, seed=3)
-        return generate(llm, prompts, TEXT_TOKENS) + generate(llm, prompts, TEXT_TOKENS)
+        return [asdict(Answer(*pair)) for _ in range(2) for pair in generate(llm, prompts, TEXT_TOKENS, LIKELIEST)]
     assert name == "go"
     batch, steps = map(int, numbers)
     whole = timed(llm, vocabulary, batch, PROMPT, 1 + steps)

@@ -162,13 +162,26 @@ def random_prompts(lengths: list[int], vocabulary: int, seed: int | None = None)
     return [[source.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """So many greedy tokens behind each of the prompts, which are served together."""
+def generate(
+    llm: Any, prompts: list[list[int]], tokens: int, likeliest: int | None = None
+) -> list[tuple[list[int], list[dict[str, float]]]]:
+    """So many greedy tokens behind each of the prompts, which are served together.
+
+    Returns:
+        (tokens, for each of them the ``likeliest`` ones and their log probabilities) a prompt.
+    """
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=likeliest)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, sampling, use_tqdm=False)]
+    outputs = [output.outputs[0] for output in llm.generate(inputs, sampling, use_tqdm=False)]
+    return [
+        (
+            list(output.token_ids),
+            [{str(token): entry.logprob for token, entry in place.items()} for place in output.logprobs or []],
+        )
+        for output in outputs
+    ]
 
 
 def timed(llm: Any, vocabulary: int, batch: int, prompt: int, tokens: int) -> float:
