@@ -59,13 +59,17 @@ class Machine:
     def step(self, table: np.ndarray, absent: int, layers: int = 12) -> tuple[float, LaneTimes]:
         streamed = table[absent] / PARTS
         cpu = absent - streamed
-        factor = 1 + self.noise * self.random.random(2)
-        streaming, computing = (
-            streamed * self.streamed_s * factor[0],
-            (cpu * self.cpu_s + (cpu > 0) * self.start_s) * factor[1],
+        factor = 1 + self.noise * self.random.random((2, layers))
+        streaming = streamed * self.streamed_s * factor[0]
+        computing = (cpu * self.cpu_s + (cpu > 0) * self.start_s) * factor[1]
+        seconds = np.maximum(streaming, computing)
+        asked = None
+        if cpu > 0:
+            asked = AskedLayers(np.full(layers, streamed), np.full(layers, cpu), computing, np.zeros(layers), seconds)
+        times = LaneTimes(
+            streamed * layers, streaming.sum(), cpu * layers, computing.sum(), layers * (streamed > 0), asked
         )
-        times = LaneTimes(streamed * layers, streaming * layers, cpu * layers, computing * layers)
-        return max(streaming, computing) * layers, times
+        return float(seconds.sum()), times
 
 
 def seconds_a_step(machine: Machine, split: SplitController, absent: int, steps: int) -> list[float]:
@@ -86,7 +90,7 @@ def test_both_lanes_are_never_slower_than_the_better_one(slowdown, absent, noise
     clock = seconds_a_step(machine, SplitController(190e-6, 95e-6, 128), absent, 1000)
     alone = min(absent * machine.streamed_s, absent * machine.cpu_s) * 12
     settled = clock[16:]
-    assert np.median(settled) <= alone * (1 + noise)
+    assert np.median(settled) <= alone * (1 + noise) * (1 + 1e-9)
     assert np.mean(settled) <= alone * (1.05 + noise), "probing a slow lane costs little"
 
 
@@ -94,7 +98,7 @@ def test_both_lanes_are_never_slower_than_the_better_one(slowdown, absent, noise
 def test_a_slow_cpu_that_also_starts_slowly_is_left_alone_soon(slowdown):
     machine = Machine(210e-6, 95e-6 * slowdown, start_s=35e-6 * slowdown)
     clock = seconds_a_step(machine, SplitController(190e-6, 95e-6, 128), 8, 32)
-    assert np.median(clock[12:]) <= 8 * machine.streamed_s * 12
+    assert np.median(clock[12:]) <= 8 * machine.streamed_s * 12 * (1 + 1e-9)
 
 
 def test_a_lane_that_recovers_gets_its_experts_back():
@@ -115,6 +119,20 @@ def test_a_change_is_followed_within_a_few_steps():
     seconds_a_step(machine, split, 82, 8)
     best = split_table(machine.streamed_s, machine.cpu_s, 128)[82]
     assert abs(int(split.stream_parts()[82]) - int(best)) <= 3 * PARTS
+
+
+@pytest.mark.parametrize("absent", [3, 8, 82])
+@pytest.mark.parametrize("slowdown", [0.5, 2, 8])
+def test_a_cpu_that_becomes_slower_is_not_taken_for_one_that_lapses(slowdown, absent):
+    """Both lanes go on, with another share each, and soon."""
+    machine = Machine(200e-6, 95e-6, noise=0.1, start_s=20e-6)
+    split = SplitController(190e-6, 95e-6, 128)
+    seconds_a_step(machine, split, absent, 30)
+    machine.cpu_s, machine.start_s = machine.cpu_s * slowdown, machine.start_s * slowdown
+    settled = seconds_a_step(machine, split, absent, 40)[14:]
+    tables = [np.full(absent + 1, parts) for parts in range(0, absent * PARTS + 1, max(1, absent // 4))]
+    best = min(np.mean([machine.step(table, absent)[0] for _ in range(20)]) for table in tables)
+    assert np.mean(settled) <= 1.05 * best
 
 
 def test_steps_without_absent_experts_change_nothing():

@@ -8,8 +8,8 @@ down (a container's quota) sheds its experts within a few steps, and gets them b
 A CPU may also be quick once it has begun, and begin late: on a busy host its threads first have to get a core. What
 that usually takes counts for where the two lanes meet. What it takes now and then does not: those layers wait in any
 case, and all others would for PCIe. Nor do jobs that take long because their threads lose their cores. But whether the
-CPU is asked at all depends on how much longer layers that ask it take in the mean, for whatever reason, than lanes
-that always took what they usually do.
+CPU is asked at all depends on how much longer a step's layers that ask it take in the mean, for whatever reason, than
+if all had taken what is usual in that step.
 
 PCIe may have more to carry than experts: other weights that are copied ahead. Both share it half and half as long as
 both are under way, so an expert then seems slow that is not, and the link stays busy when the last expert has arrived.
@@ -92,7 +92,7 @@ class SplitController:
         streamed_s: seconds to read one expert over PCIe, with PCIe to itself.
         cpu_s: seconds to compute one expert on the CPU.
         delay_s: seconds a layer that the CPU's answer usually takes besides.
-        lapse_s: how much longer a layer that asks the CPU takes, in the mean, than by the other three.
+        lapse_s: how much longer a layer that asks the CPU takes in the mean than usually.
         link_load: what else crosses PCIe while a layer's experts do, in experts.
     """
 
@@ -124,12 +124,13 @@ class SplitController:
         """Learns from a step."""
         if times.streamed + times.cpu == 0:
             return
-        self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, self._alone(times))
+        streaming_s = self._alone(times)
+        self.streamed_s = self._follow("streamed", self.streamed_s, times.streamed, streaming_s)
         asked = times.asked if times.asked is not None and len(times.asked.cpu) else None
         on_cpu = (times.cpu, times.cpu_s) if asked is None else _usual_work(asked)
         before, self.cpu_s = self.cpu_s, self._follow("cpu", self.cpu_s, *on_cpu)
         if asked is not None:
-            self._follow_answers(asked)
+            self._follow_answers(asked, streaming_s / times.streamed if times.streamed else 0.0, on_cpu[1] / on_cpu[0])
         elif times.cpu == 0 and self.cpu_s < before:
             # Believed to be faster, it is also believed to begin sooner.
             self.delay_s, self.lapse_s = self.delay_s * _PROBE_GAIN, self.lapse_s * _PROBE_GAIN
@@ -158,13 +159,15 @@ class SplitController:
             return _towards(known, max(seconds / experts, 1e-9))
         return known * _PROBE_GAIN if use.unused() else known
 
-    def _follow_answers(self, asked: AskedLayers) -> None:
-        usual = float(np.median(asked.delays_s)) or self.delay_s * _EARLIER
-        self.delay_s = _towards(self.delay_s, max(usual, _LEAST_DELAY_S))
-        streaming = (asked.streamed + self.link_load * (asked.streamed > 0)) * self.streamed_s
-        expected = np.maximum(streaming, asked.cpu * self.cpu_s + self.delay_s)
-        # Arithmetic, unlike the others: few lapses may be most of the time that is lost.
+    def _follow_answers(self, asked: AskedLayers, streamed_s: float, cpu_s: float) -> None:
+        """``streamed_s``, ``cpu_s``: an expert's, in this step."""
+        usual = float(np.median(asked.delays_s))
+        self.delay_s = _towards(self.delay_s, max(usual or self.delay_s * _EARLIER, _LEAST_DELAY_S))
+        # Of this step alone: a lane that has become slower as a whole is no lapse.
+        streaming = (asked.streamed + self.link_load * (asked.streamed > 0)) * streamed_s
+        expected = np.maximum(streaming, asked.cpu * cpu_s + usual)
         more = max(float((asked.seconds - expected).mean()), 0.0)
+        # Arithmetic, unlike the others: few lapses may be most of the time that is lost.
         self.lapse_s += (more - self.lapse_s) * _LAPSE_TRUST
 
 
