@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""vLLM without the plugin and with it: speed, the same engines by turns, and greedy tokens. JSON lines on stdout.
+"""vLLM without the plugin and with it: speed, and greedy tokens. JSON lines on stdout.
 
-speed MODE  one engine. Decode is the time of all tokens less that of the first, prefill the time to the first token;
-            of each the best of some runs. Modes: stock (all on the GPU), uva (experts in host memory by vLLM's own
-            means), plugin (--slots experts of each layer on the GPU).
-turns       three engines on one GPU, each with a third of the cores: stock, plugin with every expert in a slot, and
-            stock once more. They decode by turns, many times: the two stock ones show how far figures stray.
-tokens      greedy tokens in float32: stock on one GPU, then the plugin for each number of slots. Exit status 1 if a
-            text parts from stock's where that holds its own token for clearly likelier: some of vLLM's kernels compute
-            float32 in TF32, so as good as equal ones may change places.
+speed ENGINE...  all engines start at once, since a start takes a minute, and are timed one after another. Decode is the
+                 time of all tokens less that of the first, prefill the time to the first token; of each the best of
+                 some runs. Engines: stock (all on the GPU), uva (experts in host memory by vLLM's own means),
+                 plugin:SLOTS (so many experts of each layer on the GPU), plugin:SLOTS:GPUS (tensor parallel).
+                 With --turns those that keep all experts on the GPU then decode by turns, each on cores of its own:
+                 two stock ones show how far figures stray.
+tokens           greedy tokens in float32: stock on one GPU, then the plugin for each number of slots. Exit status 1 if
+                 a text parts from stock's where that holds its own token for clearly likelier: some of vLLM's kernels
+                 compute float32 in TF32, so as good as equal ones may change places.
 
-Usage: PYTHONPATH=src python scripts/compare_vllm.py speed plugin --slots 0
-       PYTHONPATH=src python scripts/compare_vllm.py turns
+Usage: PYTHONPATH=src python scripts/compare_vllm.py speed uva plugin:0 stock plugin:128 stock --turns 11
        PYTHONPATH=src python scripts/compare_vllm.py tokens --tp 2 --slots 8 0
 """
 
@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,85 +37,108 @@ from vllm_engines import (
     measured_with,
     num_experts,
     offload_arguments,
-    open_engine,
     prepare_environment,
     say,
-    timed,
-    vocabulary_size,
     write_model,
 )
 
 CLOSE = 0.05
 """Of two tokens' log probabilities, which TF32 cannot tell apart."""
 
+KV_BYTES = 1 << 30
+"""Of engines that start at once; more than any of the requests needs."""
+
 TINY_MOE = Path(__file__).resolve().parent.parent / "examples" / "tiny-moe"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """slots: experts of each layer on the GPU, with the plugin. tp: GPUs."""
+
+    mode: str
+    slots: int | None = None
+    tp: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Engine":
+        mode, *numbers = text.split(":")
+        if mode not in ("stock", "uva", "plugin") or not (1 <= len(numbers) <= 2 if mode == "plugin" else not numbers):
+            raise argparse.ArgumentTypeError(f"'{text}' is none of stock, uva, plugin:SLOTS and plugin:SLOTS:GPUS")
+        return cls(mode, *map(int, numbers))
+
+    def all_on_gpu(self, experts: int) -> bool:
+        return self.mode == "stock" or (self.slots is not None and self.slots >= experts)
+
+    def arguments(self, model: Path, util: float) -> dict[str, Any]:
+        # Engines that start beside others cannot find out how much memory they use.
+        arguments = made_up_arguments(model, self.tp, util) | {"kv_cache_memory_bytes": KV_BYTES}
+        return arguments | offload_arguments(self.mode, self.slots or 0, expert_gib(model) / self.tp)
 
 
 def run_speed(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """A line a figure."""
     model = folder / "model"
     shape = write_model(model, args.shape, args.layers)
-    arguments = made_up_arguments(model, args.tp, args.util)
-    arguments |= offload_arguments(args.mode, args.slots, expert_gib(model) / args.tp)
-    slots = args.slots if args.mode == "plugin" else None
-    about = {"bench": "vllm", "mode": args.mode, "shape": shape, "slots": slots, "tp": args.tp, "repeats": args.repeats}
-    vocabulary = vocabulary_size(model)
-    with open_engine(arguments) as llm:
-
-        def best(batch: int, prompt: int, tokens: int) -> float:
-            return min(timed(llm, vocabulary, batch, prompt, tokens) for _ in range(args.repeats))
-
-        for batch in args.batch:
-            timed(llm, vocabulary, batch, PROMPT, 1 + args.tokens)
-            seconds = best(batch, PROMPT, 1 + args.tokens) - best(batch, PROMPT, 1)
-            value = round(batch * args.tokens / seconds, 1)
-            yield about | {"part": "decode", "batch": batch, "value": value, "unit": "tok/s"}
-        for prompt in args.prompt:
-            timed(llm, vocabulary, 1, prompt, 1)
-            value = round(prompt / best(1, prompt, 1), 1)
-            yield about | {"part": "prefill", "tokens": prompt, "value": value, "unit": "tok/s"}
-
-
-def run_turns(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """A line a batch size and engine."""
-    model = folder / "model"
-    shape = write_model(model, args.shape, args.layers)
-    arguments = made_up_arguments(model, 1, args.util)
-    plugin = arguments | offload_arguments("plugin", num_experts(model), 0)
-    engines = {"stock": arguments, "plugin": plugin, "stock again": arguments}
+    experts = num_experts(model)
+    whole = [engine for engine in args.engines if engine.all_on_gpu(experts)]
+    shares = iter(split_cores(len(whole)) if args.turns else [None] * len(whole))
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with ExitStack() as stack:
         children = []
-        for (name, its_arguments), cores in zip(engines.items(), third_of_cores(), strict=True):
-            child = stack.enter_context(closing(ChildEngine(name, its_arguments, cores)))
-            # One after the other: each finds out how much memory it uses from how much is free.
+        for engine in args.engines:
+            cores = next(shares) if engine in whole else None
+            child = ChildEngine(engine.mode, engine.arguments(model, args.util), cores)
+            children.append(stack.enter_context(closing(child)))
+        for child in children:
             child.wait_until_ready()
-            children.append(child)
-        for batch in args.batch:
-            about = {"bench": "vllm-turns", "shape": shape, "batch": batch, "turns": args.turns, "steps": args.steps}
-            yield from (about | line for line in take_turns(children, batch, args.turns, args.steps))
+        for engine, child in zip(args.engines, children, strict=True):
+            about = {"bench": "vllm", **asdict(engine), "shape": shape, "repeats": args.repeats}
+            yield from (about | line for line in time_engine(child, args))
+        if args.turns:
+            taking = [child for engine, child in zip(args.engines, children, strict=True) if engine in whole]
+            for batch in args.batch:
+                about = {"bench": "vllm-turns", "shape": shape, "batch": batch, "turns": args.turns}
+                yield from (about | line for line in take_turns(taking, batch, args.turns, args.steps))
 
 
-def third_of_cores() -> list[list[int]]:
-    """The usable cores in three parts of one size; the same ones for all where there are fewer than three."""
+def time_engine(child: ChildEngine, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    def best(batch: int, prompt: int, tokens: int) -> float:
+        return min(child.seconds(batch, prompt, tokens) for _ in range(args.repeats))
+
+    for batch in args.batch:
+        child.seconds(batch, PROMPT, 1 + args.tokens)
+        seconds = best(batch, PROMPT, 1 + args.tokens) - best(batch, PROMPT, 1)
+        yield {"part": "decode", "batch": batch, "value": round(batch * args.tokens / seconds, 1), "unit": "tok/s"}
+    for prompt in args.prompt:
+        child.seconds(1, prompt, 1)
+        yield {"part": "prefill", "tokens": prompt, "value": round(prompt / best(1, prompt, 1), 1), "unit": "tok/s"}
+
+
+def split_cores(parts: int) -> list[list[int]]:
+    """The usable cores in parts of one size; the same ones for all where there are fewer than parts."""
     cores = sorted(os.sched_getaffinity(0))
-    size = len(cores) // 3
-    return [cores[size * part : size * (part + 1)] if size else cores for part in range(3)]
+    size = len(cores) // max(parts, 1)
+    return [cores[size * part : size * (part + 1)] if size else cores for part in range(parts)]
 
 
 def take_turns(children: list[ChildEngine], batch: int, turns: int, steps: int) -> Iterator[dict[str, Any]]:
     """Milliseconds a step of each, and how they compare with the first one's."""
+
+    def step_ms(child: ChildEngine) -> float:
+        return (child.seconds(batch, PROMPT, 1 + steps) - child.seconds(batch, PROMPT, 1)) / steps * 1e3
+
     for child in children:
-        child.step_ms(batch, steps)
+        step_ms(child)
     times: list[list[float]] = [[] for _ in children]
     for turn in range(turns):
         for child, its_times in zip(children, times, strict=True):
-            its_times.append(child.step_ms(batch, steps))
+            its_times.append(step_ms(child))
         say(f"batch {batch}, turn {turn}: " + ", ".join(f"{its_times[-1]:.3f}" for its_times in times))
     median, least = statistics.median(times[0]), min(times[0])
     for child, its_times in zip(children, times, strict=True):
         yield {
-            "engine": child.name,
+            "mode": child.name,
+            "steps": steps,
             "value": round(statistics.median(its_times), 4),
             "least": round(min(its_times), 4),
             "unit": "ms/step",
@@ -128,7 +152,7 @@ def run_tokens(args: argparse.Namespace, _folder: Path) -> Iterator[dict[str, An
     more: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
     if args.together:
         # Engines that start beside others cannot find out how much memory they use.
-        more |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 1 << 30}
+        more |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": KV_BYTES}
     # With several GPUs also one engine with the plugin on one of them.
     settings = [(1, args.slots[0])] * (args.tp > 1) + [(args.tp, slots) for slots in args.slots]
     engines = {"stock": common_arguments(args.model, 1, args.util) | more}
@@ -184,18 +208,13 @@ def parse() -> argparse.Namespace:
     made_up.add_argument("--batch", type=int, nargs="+", default=[1, 16])
 
     speed = parts.add_parser("speed", parents=[common, made_up])
-    speed.add_argument("mode", choices=["stock", "uva", "plugin"])
-    speed.add_argument("--slots", type=int, default=0)
-    speed.add_argument("--tp", type=int, default=1)
+    speed.add_argument("engines", type=Engine.parse, nargs="+", metavar="ENGINE", help="as above")
     speed.add_argument("--prompt", type=int, nargs="*", default=[512, 3900])
     speed.add_argument("--repeats", type=int, default=3)
     speed.add_argument("--tokens", type=int, default=32)
+    speed.add_argument("--turns", type=int, default=0)
+    speed.add_argument("--steps", type=int, default=200, help="of a turn")
     speed.set_defaults(run=run_speed)
-
-    turns = parts.add_parser("turns", parents=[common, made_up])
-    turns.add_argument("--turns", type=int, default=11)
-    turns.add_argument("--steps", type=int, default=200)
-    turns.set_defaults(run=run_turns)
 
     tokens = parts.add_parser("tokens", parents=[common])
     tokens.add_argument("--model", type=Path, default=TINY_MOE)
@@ -204,8 +223,13 @@ def parse() -> argparse.Namespace:
     tokens.add_argument("--together", action="store_true", help="start all engines at once; needs the GPU to itself")
     tokens.set_defaults(run=run_tokens)
 
-    for part, util in ((speed, 0.9), (turns, 0.28), (tokens, 0.9)):
-        part.add_argument("--util", type=float, default=util, help="gpu_memory_utilization of an engine")
+    for part, util in ((speed, 0.1), (tokens, 0.9)):
+        part.add_argument(
+            "--util",
+            type=float,
+            default=util,
+            help="gpu_memory_utilization of an engine; for speed only what must be free at its start",
+        )
     return parser.parse_args()
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_engines import PROMPT, claim_stdout, generate, open_engine, random_prompts, timed, vocabulary_size
+from vllm_engines import claim_stdout, generate, open_engine, random_prompts, timed, vocabulary_size
 
 TEXT_LENGTHS = (2, 3, 5, 8, 13, 17, 26, 34, 47, 61, 75)
 """Tokens of the prompts whose answers are compared."""
@@ -60,9 +60,9 @@ class ChildEngine:
         self._send("answers")
         return [Answer(**answer) for answer in self._read()]
 
-    def step_ms(self, batch: int, steps: int) -> float:
-        """Milliseconds a decode step, over so many steps."""
-        self._send(f"go {batch} {steps}")
+    def seconds(self, batch: int, prompt: int, tokens: int) -> float:
+        """For ``tokens`` tokens behind each of ``batch`` random prompts of ``prompt`` tokens."""
+        self._send(f"time {batch} {prompt} {tokens}")
         return float(self._read())
 
     def close(self) -> None:
@@ -105,10 +105,8 @@ def answer(llm: Any, vocabulary: int, command: str) -> Any:
     if name == "answers":
         prompts = random_prompts(list(TEXT_LENGTHS), vocabulary, seed=3)
         return [asdict(Answer(*pair)) for _ in range(2) for pair in generate(llm, prompts, TEXT_TOKENS, LIKELIEST)]
-    assert name == "go"
-    batch, steps = map(int, numbers)
-    whole = timed(llm, vocabulary, batch, PROMPT, 1 + steps)
-    return (whole - timed(llm, vocabulary, batch, PROMPT, 1)) / steps * 1e3
+    assert name == "time"
+    return timed(llm, vocabulary, *map(int, numbers))
 
 
 def main() -> int:

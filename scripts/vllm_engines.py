@@ -132,7 +132,7 @@ def offload_arguments(mode: str, slots: int, gib_per_gpu: float) -> dict[str, An
     if mode == "plugin":
         return {"additional_config": {"moe_offload": {"cache_expert_num": slots}}}
     if mode == "uva":
-        return {"cpu_offload_gb": gib_per_gpu + 1, "cpu_offload_params": {"experts"}}
+        return {"cpu_offload_gb": gib_per_gpu + 1, "cpu_offload_params": ["experts"]}
     return {}
 
 
@@ -146,6 +146,8 @@ def open_engine(arguments: dict[str, Any]) -> Iterator[Any]:
     from vllm import LLM
 
     started = time.monotonic()
+    if "cpu_offload_params" in arguments:
+        arguments = arguments | {"cpu_offload_params": set(arguments["cpu_offload_params"])}  # which JSON has not
     llm = LLM(**arguments, skip_tokenizer_init=True)
     say(f"engine started in {time.monotonic() - started:.1f} s")
     try:
