@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Builds the CPU engine, then runs every test or times the parts, on a machine with a GPU and no network.
-# Needs python3 with torch, transformers, typer, rich, pytest, pytest-xdist, hypothesis, cmake and ninja.
-# Usage: scripts/gpu_suite.sh tests|experts|model|memory|soak|all OUTPUT_FOLDER
+# Builds the CPU engine, then runs every test or one of the other parts, on a machine with a GPU and no network.
+# Needs python3 with torch, transformers, typer, rich, pytest, pytest-xdist, hypothesis, cmake and ninja; the part
+# `sanitizer` also compute-sanitizer.
+# Usage: scripts/gpu_suite.sh tests|experts|model|memory|serving|split|soak|sanitizer|all OUTPUT_FOLDER
 set -uo pipefail
-what=${1:?tests, experts, model, memory, soak or all}
+what=${1:?tests, experts, model, memory, serving, split, soak, sanitizer or all}
 out=${2:?output folder}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
@@ -24,6 +25,13 @@ build >"$out/build.log" 2>&1 || { tail -20 "$out/build.log"; exit 1; }
 } | tee "$out/machine.txt"
 
 bench() { timeout "${limit:-90}" python3 -m greenroom bench "$@" --json | tee -a "$out/bench.jsonl"; }
+script() { timeout "${limit:-240}" python3 "scripts/$1.py" "${@:2}" | tee -a "$out/$1.jsonl" || status=1; }
+sanitize() {
+  timeout "${limit:-240}" compute-sanitizer --tool "$1" --target-processes all --error-exitcode 9 \
+    python3 -m pytest -v -p no:cacheprovider tests/experts/test_decode_path.py tests/experts/test_landing.py -k "$2" \
+    >"$out/$1.log" 2>&1 || status=1
+  tail -3 "$out/$1.log"
+}
 
 status=0
 if wanted tests; then
@@ -36,10 +44,8 @@ if wanted experts; then
   for tokens in 1 16 64 256 1024 4096; do bench experts --tokens $tokens; done
 fi
 if wanted model; then
-  bench decode --batch 1
-  bench prefill --tokens 512
-  bench decode --batch 16
-  bench prefill --tokens 3900
+  bench decode --batch 1 --batch 16
+  bench prefill --tokens 512 --tokens 3900
   bench decode --batch 1 --cache-expert-num 32
   bench decode --batch 1 --cache-expert-num 128
   bench handoff
@@ -56,8 +62,24 @@ if wanted memory; then
   bench decode --batch 1 --weights-offload-group-size 4 $attention
   bench decode --batch 1 --weights-offload-backend uva $attention
 fi
+if wanted serving; then
+  limit=180 bench serving --cache-expert-num 32
+  script plan_accuracy
+fi
+if wanted split; then
+  script split_on_slow_cpus
+  script split_on_slow_cpus --cores 4 --slow 1
+  script split_on_slow_cpus --busy "$(nproc)" --slow 1
+fi
 if wanted soak; then
   python3 scripts/soak_decode.py >"$out/soak.log" 2>&1 || status=1
   tail -1 "$out/soak.log"
+fi
+if wanted sanitizer; then
+  # A test takes many times as long under it, so only some of the decode path.
+  few='(every_lane and 5-5) or divided_between and 37 or any_number or device_lands or enters_the_map or padding'
+  few+=' or most_tokens or takes_ids or foreign'
+  sanitize memcheck "$few"
+  sanitize racecheck "$few"
 fi
 exit $status

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_a_trace_that_does_not_fit_is_refused(model, tmp_path, array):
 @pytest.mark.parametrize("slots", [0, 8, 16])
 def test_decode_counts_what_it_did(slots):
     knobs = OffloadConfig(device="cpu", cache_expert_num=slots)
-    result = bench_decode("small", 2, knobs, "uniform", steps=2, repeats=2)
+    (result,) = bench_decode("small", [2], knobs, "uniform", steps=2, repeats=2)
     assert (result.bench, result.unit, result.batch, result.cache_expert_num) == ("decode", "tok/s", 2, slots)
     block = shape_config("small").hidden_size * shape_config("small").moe_intermediate_size * 3 * 2
     assert result.value > 0
@@ -105,7 +106,7 @@ def test_decode_counts_what_it_did(slots):
 
 @pytest.mark.parametrize("dbo", ["off", "auto"])
 def test_decode_as_it_is_served(dbo):
-    result = bench_decode("small", 3, CPU, "uniform", steps=2, repeats=2, dbo=dbo).to_dict()
+    result = next(bench_decode("small", [3], CPU, "uniform", steps=2, repeats=2, dbo=dbo)).to_dict()
     assert (result["bench"], result["batch"], result["hit_rate"]) == ("decode", 3, 0)
     block = shape_config("small").hidden_size * shape_config("small").moe_intermediate_size * 3 * 2
     assert 4 * 2 * block <= result["miss_bytes"] <= 3 * 2 * 4 * block
@@ -114,7 +115,7 @@ def test_decode_as_it_is_served(dbo):
     if dbo == "auto" and not torch.cuda.is_available():
         assert result["dbo"] == {"mode": "auto", "off_because": because, "choices": []}
     json.dumps(result)
-    assert bench_decode("small", 1, CPU, "uniform", steps=1, repeats=1).dbo is None
+    assert next(bench_decode("small", [1], CPU, "uniform", steps=1, repeats=1)).dbo is None
 
 
 def test_halves_go_on_from_places_of_their_own(model, tmp_path):
@@ -145,14 +146,106 @@ def test_halves_go_on_from_places_of_their_own(model, tmp_path):
     assert seen["second"] == trace[25:40, 0].tolist()
 
 
-def test_prefill_and_bad_arguments():
-    result = bench_prefill("small", 1, 32, CPU, "own", repeats=2)
+def test_prefill():
+    (result,) = bench_prefill("small", 1, [32], CPU, "own", repeats=2)
     assert (result.bench, result.tokens) == ("prefill", 32)
     assert result.value > 0
+
+
+@pytest.fixture
+def models_made(monkeypatch) -> list[torch.nn.Module]:
+    made: list[torch.nn.Module] = []
+
+    def make(*arguments):
+        made.append(random_model(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("greenroom.bench.model.random_model", make)
+    return made
+
+
+@pytest.fixture
+def bandwidths(monkeypatch) -> list[int]:
+    """Threads of each measurement, all of which find the same."""
+    calls: list[int] = []
+
+    def measure(threads):
+        calls.append(threads)
+        return SimpleNamespace(cpu_alone=10.0, cpu_together=None, copy_together=20.0)
+
+    monkeypatch.setattr("greenroom.bench.model.measure_bandwidth", measure)
+    return calls
+
+
+def test_several_results_of_one_model(models_made, bandwidths):
+    results = bench_decode("small", [1, 3], CPU, "uniform", steps=2, repeats=1)
+    assert not models_made
+    first = next(results)
+    offload = offload_of(models_made[0])
+    second = next(results)
+    assert offload_of(models_made[0]) is offload
+    assert [(r.batch, r.tokens) for r in (first, second)] == [(1, 2), (3, 2)]
+    assert second.miss_bytes > first.miss_bytes
+    assert list(results) == []
+    assert [r.tokens for r in bench_prefill("small", 1, [8, 5], CPU, "uniform", repeats=1)] == [8, 5]
+    assert (len(models_made), len(bandwidths)) == (2, 2)
+
+
+def test_results_left_unread_end_the_model(bandwidths):
+    before = len(engine_tasks())
+    results = bench_decode("small", [1, 2], CPU, "uniform", steps=1, repeats=1)
+    next(results)
+    assert len(engine_tasks()) > before
+    results.close()
+    assert len(engine_tasks()) == before
+
+
+@pytest.mark.parametrize("dbo", [None, "off"])
+def test_each_result_is_routed_from_the_beginning(bandwidths, tmp_path, dbo):
+    """What a result misses is then the same whatever came before it."""
+    steps, repeats, prompt = 2, 1, 64
+    trace = np.zeros((200, 2, 4), dtype=int)
+    trace[:] = range(4)
+    # Of the timed steps' tokens, behind those of the prompt and of two runs that warm up, the second has one choice.
+    timed = prompt + 2 * steps
+    trace[timed + 1] = 0
+    np.save(tmp_path / "trace.npy", trace)
+    results = [*bench_decode("small", [1, 1, 1], CPU, str(tmp_path / "trace.npy"), steps, repeats, dbo=dbo)]
+    block = shape_config("small").hidden_size * shape_config("small").moe_intermediate_size * 3 * 2
+    assert [r.miss_bytes for r in results] == [2 * block * (4 + 1) / steps] * 3
+
+
+def test_a_cache_keeps_what_the_result_before_left(bandwidths, tmp_path):
+    np.save(tmp_path / "trace.npy", np.zeros((8, 2, 4), dtype=int) + range(4))
+    knobs = OffloadConfig(device="cpu", cache_expert_num=8)
+    results = [*bench_decode("small", [1, 2], knobs, str(tmp_path / "trace.npy"), steps=2, repeats=1)]
+    assert [r.hit_rate for r in results] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("batches", "named"),
+    [
+        ([1, 0], {}),
+        ([1], {"steps": 0}),
+        ([1], {"repeats": 0}),
+        ([1], {"dbo": "maybe"}),
+        ([1], {"dbo": "off", "graph": False}),
+        ([1, 33], {"dbo": "off"}),
+        ([2, 1], {"dbo": "on"}),
+    ],
+)
+def test_bad_numbers_are_refused_before_a_model_is_made(models_made, batches, named):
+    with pytest.raises(ConfigError):
+        bench_decode("small", batches, CPU, "own", **named)
+    assert not models_made
+
+
+def test_bad_lengths_and_shapes_are_refused_before_a_model_is_made(models_made):
     with pytest.raises(ConfigError, match="tokens must be at least 1"):
-        bench_prefill("small", 1, 0, CPU, "own")
+        bench_prefill("small", 1, [8, 0], CPU, "own")
     with pytest.raises(ConfigError, match="unknown shape"):
-        bench_decode("huge", 1, CPU, "own")
+        next(bench_decode("huge", [1], CPU, "own"))
+    assert not models_made
 
 
 def test_shapes_are_what_they_are_called():
@@ -175,18 +268,18 @@ def test_bandwidth_is_no_more_than_the_machine_has():
 def test_a_refused_benchmark_ends_its_threads():
     before = len(engine_tasks())
     with pytest.raises(ConfigError):
-        bench_decode("small", 1, CPU, "no such trace.npy")
+        next(bench_decode("small", [1], CPU, "no such trace.npy"))
     assert len(engine_tasks()) == before
 
 
 def test_offloaded_weights_are_part_of_the_result():
     knobs = OffloadConfig(device="cpu", cache_expert_num=0, weights_offload_group_size=2, weights_offload_params="attn")
-    result = bench_decode("small", 1, knobs, "uniform", steps=2, repeats=1).to_dict()
+    result = next(bench_decode("small", [1], knobs, "uniform", steps=2, repeats=1)).to_dict()
     # One layer of two: with a buffer of its own it stays there.
     assert result["weights_offload"].startswith("prefetch, 6 weights of 1 of 2 layers")
     assert result["weight_bytes"] == 0
     both = OffloadConfig(device="cpu", cache_expert_num=0, weights_offload_group_size=1, weights_offload_params="attn")
-    result = bench_decode("small", 1, both, "uniform", steps=2, repeats=1).to_dict()
+    result = next(bench_decode("small", [1], both, "uniform", steps=2, repeats=1)).to_dict()
     attention = 2 * (2 * 128 * 128 + 2 * 128 * 64)
     assert result["weight_bytes"] == 2 * (attention + 2 * 256)
-    assert bench_decode("small", 1, CPU, "uniform", steps=2, repeats=1).weights_offload == "none"
+    assert next(bench_decode("small", [1], CPU, "uniform", steps=2, repeats=1)).weights_offload == "none"

@@ -13,6 +13,7 @@ import pytest
 from greenroom.bench import commit
 from greenroom.bench.commit import commit_hash
 from greenroom.cli.main import app
+from greenroom.errors import ConfigError
 
 RESULT = {
     "isa": "avx2",
@@ -168,10 +169,43 @@ def test_kv_as_a_table(runner, fake_bench):
     ("flags", "graph", "dbo"), [([], True, None), (["--eager"], False, None), (["--dbo", "auto"], True, "auto")]
 )
 def test_ways_of_decode(runner, fake_bench, flags, graph, dbo):
-    calls = fake_bench("model", "bench_decode", result_of(value=1.0))
+    calls = fake_bench("model", "bench_decode", iter([result_of(value=1.0)]))
     result = runner.invoke(app, ["bench", "decode", *flags, "--json"])
     assert result.exit_code == 0, result.output
     assert calls[0][1] == {"graph": graph, "dbo": dbo}
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "values"),
+    [
+        ("decode", "bench_decode", {"default": [1], "--batch 1 --batch 16": [1, 16]}),
+        ("prefill", "bench_prefill", {"default": [512], "--tokens 512 --tokens 3900": [512, 3900]}),
+    ],
+)
+def test_several_values_of_one_model(runner, fake_bench, command, function, values):
+    for flags, expected in values.items():
+        rows = [{"value": float(number)} for number in expected]
+        given = [] if flags == "default" else flags.split()
+        calls = fake_bench("model", function, iter([result_of(**row) for row in rows]))
+        result = runner.invoke(app, ["bench", command, *given, "--json"])
+        assert result.exit_code == 0, result.output
+        assert [json.loads(line) for line in result.stdout.splitlines()] == rows
+        assert expected in calls[0][0]
+        fake_bench("model", function, iter([result_of(**row) for row in rows]))
+        blocks = runner.invoke(app, ["bench", command, *given]).stdout.split("\n\n")
+        assert [block.split() for block in blocks] == [["value", f"{number:,}"] for number in expected]
+
+
+def test_a_result_is_printed_before_the_next_is_measured(runner, fake_bench):
+    def results():
+        yield result_of(value=1.0)
+        raise ConfigError("no second one")
+
+    fake_bench("model", "bench_decode", results())
+    result = runner.invoke(app, ["bench", "decode", "--batch", "1", "--batch", "2", "--json"])
+    assert result.exit_code == 2
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [{"value": 1.0}]
+    assert "no second one" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -184,6 +218,9 @@ def test_ways_of_decode(runner, fake_bench, flags, graph, dbo):
         "decode --shape small --dbo off --batch 33",
         "decode --shape small --dbo on --device cpu",
         "decode --shape small --dbo on --batch 1",
+        "decode --shape small --batch 1 --batch 0",
+        "decode --shape small --dbo off --batch 1 --batch 33",
+        "prefill --shape small --tokens 8 --tokens 0",
         "handoff --layers 0",
         "handoff --context-num-threads 0",
         "handoff --isa mmx",

@@ -1,6 +1,6 @@
 """``greenroom bench``: measurements of parts on this machine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,6 +69,10 @@ def experts(
 
 Shape = Annotated[str, typer.Option("--shape", metavar="NAME", help="q30-12L, q30-48L or small.")]
 Batch = Annotated[int, typer.Option("--batch", help="Sequences.")]
+Batches = Annotated[list[int], typer.Option("--batch", metavar="N", help="Sequences; several times: a result each.")]
+Lengths = Annotated[
+    list[int], typer.Option("--tokens", metavar="N", help="Tokens of each prompt; several times: a result each.")
+]
 Routing = Annotated[
     str,
     typer.Option("--routing", help="uniform (drawn afresh), own (the random model's) or a .npy trace to replay."),
@@ -90,7 +94,7 @@ def bandwidth(
 @app.command("decode")
 def decode(
     shape: Shape = "q30-12L",
-    batch: Batch = 1,
+    batches: Batches = [1],  # noqa: B006, nothing changes it
     steps: Annotated[int, typer.Option("--steps", help="Decode steps a timed run.")] = 16,
     routing: Routing = "uniform",
     cache_expert_num: options.CacheExpertNum = 0,
@@ -122,16 +126,14 @@ def decode(
         weights_offload_params=weights_offload_params,
         weights_offload_backend=weights_offload_backend,
     )
-    with one_json_object(as_json):
-        result = bench_decode(shape, batch, knobs, routing, steps, graph=not eager, dbo=dbo).to_dict()
-    _show(result, as_json)
+    _show_each(bench_decode(shape, batches, knobs, routing, steps, graph=not eager, dbo=dbo), as_json)
 
 
 @app.command("prefill")
 def prefill(
     shape: Shape = "q30-12L",
     batch: Batch = 1,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of each prompt.")] = 512,
+    lengths: Lengths = [512],  # noqa: B006, nothing changes it
     routing: Routing = "uniform",
     cache_expert_num: options.CacheExpertNum = 0,
     context_num_threads: options.ContextNumThreads = None,
@@ -142,9 +144,7 @@ def prefill(
     from greenroom.bench.model import bench_prefill
 
     knobs = OffloadConfig(cache_expert_num=cache_expert_num, context_num_threads=context_num_threads, device=device)
-    with one_json_object(as_json):
-        result = bench_prefill(shape, batch, tokens, knobs, routing).to_dict()
-    _show(result, as_json)
+    _show_each(bench_prefill(shape, batch, lengths, knobs, routing), as_json)
 
 
 @app.command("handoff")
@@ -181,13 +181,8 @@ def kv(
     if part not in ("blocks", "prefix", "all"):
         raise ConfigError(f"--part is blocks, prefix or all, not '{part}'")
     knobs = OffloadConfig(cache_expert_num=cache_expert_num, context_num_threads=context_num_threads, device=device)
-    measured = bench_kv(device) if part != "prefix" else iter(())
     fields = {}
-    while True:
-        with one_json_object(as_json):
-            transfer = next(measured, None)
-        if transfer is None:
-            break
+    for transfer in _each(bench_kv(device) if part != "prefix" else iter(()), as_json):
         if as_json:
             _show(transfer.to_dict(), as_json)
         fields[f"{transfer.way}, {transfer.run_bytes >> 10} KiB"] = (
@@ -249,13 +244,8 @@ def kernels(as_json: options.AsJson = False) -> None:
     """Each GPU kernel of a decode step against the memory limit; one line a kernel."""
     from greenroom.bench.kernels import bench_kernels
 
-    results = bench_kernels()
     fields = {}
-    while True:
-        with one_json_object(as_json):
-            measured = next(results, None)
-        if measured is None:
-            break
+    for measured in _each(bench_kernels(), as_json):
         result = measured.to_dict()
         if as_json:
             _show(result, as_json)
@@ -271,6 +261,24 @@ def _against_limit(result: Mapping[str, Any]) -> str:
         f"{result['value']:,.1f} us, {result['gb_s']:,.0f} GB/s, "
         f"{result['share']:.0%} of {result['limit_gb_s']:,.0f} GB/s ({result['limit']})"
     )
+
+
+def _each(results: Iterator[Any], as_json: bool) -> Iterator[Any]:
+    """Results as they are measured; for JSON nothing else reaches stdout meanwhile."""
+    while True:
+        with one_json_object(as_json):
+            result = next(results, None)
+        if result is None:
+            return
+        yield result
+
+
+def _show_each(results: Iterator[Any], as_json: bool) -> None:
+    """Whole results, each as soon as it is there."""
+    for number, result in enumerate(_each(results, as_json)):
+        if number and not as_json:
+            typer.echo()
+        _show(result.to_dict(), as_json)
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from greenroom.errors import EngineError
 
 ABI_VERSION = 6
-LIBRARY_NAME = "libgreenroom_cpu.so"
+_PATH = Path(__file__).with_name("libgreenroom_cpu.so")
 
 
 class NativeFormat(ctypes.Structure):
@@ -57,13 +57,15 @@ class NativeMailbox(ctypes.Structure):
 
 
 @cache
-def load_library() -> ctypes.CDLL:
+def load_library(path: Path = _PATH) -> ctypes.CDLL:
     """The native library. Its calls release the interpreter lock.
+
+    Args:
+        path: of another build.
 
     Raises:
         EngineError: it is missing, cannot be loaded, or belongs to another version.
     """
-    path = Path(__file__).with_name(LIBRARY_NAME)
     if not path.exists():
         raise EngineError(
             f"the CPU engine is missing: there is no {path}; reinstall greenroom from a wheel or build it"
