@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Builds the CPU engine, then runs every test or one of the other parts, on a machine with a GPU and no network.
 # Needs python3 with torch, transformers, typer, rich, pytest, pytest-xdist, hypothesis, cmake and ninja; the part
-# `sanitizer` also compute-sanitizer.
-# Usage: scripts/gpu_suite.sh tests|experts|model|memory|serving|split|soak|sanitizer|all OUTPUT_FOLDER
+# `sanitizer` also compute-sanitizer; `vllm` and `two-gpus`, which are not in `all`, vLLM.
+# Usage: [TRACE=FILE.npy] scripts/gpu_suite.sh tests|experts|model|memory|serving|split|soak|sanitizer|all|vllm|two-gpus OUTPUT_FOLDER
+# TRACE: recorded routing for the half-cached model, which is drawn at random otherwise.
 set -uo pipefail
-what=${1:?tests, experts, model, memory, serving, split, soak, sanitizer or all}
+what=${1:?tests, experts, model, memory, serving, split, soak, sanitizer, all, vllm or two-gpus}
 out=${2:?output folder}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
-export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 wanted() { [ "$what" = all ] || [ "$what" = "$1" ]; }
 
 build() {
@@ -46,7 +47,8 @@ fi
 if wanted model; then
   bench decode --batch 1 --batch 16
   bench prefill --tokens 512 --tokens 3900
-  bench decode --batch 1 --cache-expert-num 32
+  # Long enough for the cache to settle, and for a short trace to be seen more than once.
+  bench decode --batch 1 --cache-expert-num 32 --steps 52 --routing "${TRACE:-uniform}"
   bench decode --batch 1 --cache-expert-num 128
   bench handoff
   limit=180 bench kernels
@@ -81,5 +83,14 @@ if wanted sanitizer; then
   few+=' or most_tokens or takes_ids or foreign'
   sanitize memcheck "$few"
   sanitize racecheck "$few"
+fi
+if [ "$what" = vllm ]; then
+  limit=500 script compare_vllm speed uva plugin:0 stock plugin:128 stock --turns 11 --fast-dummy
+fi
+if [ "$what" = two-gpus ]; then
+  limit=300 script vllm_over_http --fast-dummy
+  limit=300 script compare_vllm tokens --tp 2 --together --slots 8 0
+  limit=300 script compare_vllm speed plugin:0:2 --prompt 512 --fast-dummy
+  limit=300 script compare_vllm speed plugin:0 --prompt 512 --fast-dummy
 fi
 exit $status
