@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from greenroom.engine import generation
+from greenroom.engine import decode_loop, generation
 from greenroom.engine.decode_loop import DecodeLoop, can_run_graph, why_not_captured
 from greenroom.engine.generation import generate
 from greenroom.engine.offload import close, offload_of
+from greenroom.engine.paged.probe import Kept, PagedModel
 from greenroom.errors import ConfigError, EngineError
 from tests.engine.offloaded import left_padded, offloaded, random_ids, saved_family
 from tests.reference.families import FAMILIES, make_model
@@ -21,12 +22,8 @@ pytest.importorskip("triton")
 from greenroom.engine import step_runner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NOT_PLAIN = {
-    "qwen3_next": "LinearAttention",
-    "gpt_oss": "Sliding",
-    "nemotron_h": "LinearAttention",
-    "gemma4": "Sliding",
-}
+EAGER = ("qwen3_next", "nemotron_h")
+"""Families with linear attention."""
 
 
 class PlainRunner:
@@ -241,12 +238,26 @@ def test_closing_the_model_closes_the_runner(plain):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_which_families_can_be_captured(family):
-    problem = why_not_captured(make_model(family))
-    if family in NOT_PLAIN:
-        assert problem.startswith("decode graphs need a plain K/V cache, and ")
-        assert NOT_PLAIN[family] in problem
-    else:
-        assert problem is None
+    with saved_family(family) as (_, folder), offloaded(folder, device="cpu") as model:
+        problem = why_not_captured(model)
+        if family in EAGER:
+            assert "keeps more than keys and values: " in problem
+            assert "LinearAttention" in problem
+        else:
+            assert problem is None
+
+
+def test_what_a_cache_holds_is_found_out_once(monkeypatch):
+    with saved_family("gpt_oss") as (_, folder), offloaded(folder, device="cpu") as model:
+        assert why_not_captured(model) is None
+        monkeypatch.setattr(decode_loop, "probe", None)
+        assert why_not_captured(model) is None
+
+
+def test_attention_that_no_kernel_serves():
+    with saved_family("gpt_oss") as (_, folder), offloaded(folder, device="cpu") as model:
+        DecodeLoop.of(model)._kept = PagedModel((), Kept.OTHER)
+        assert why_not_captured(model) == "attention of GptOssForCausalLM reads something else than what is cached"
 
 
 def test_models_whose_forward_needs_the_host(monkeypatch):
@@ -352,11 +363,11 @@ def test_a_gpu_takes_graphs_by_itself(loaded):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NOT_PLAIN])
-def test_every_plain_family_decodes_by_graph(family):
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in EAGER])
+def test_every_other_family_decodes_by_graph(family):
     with saved_family(family) as (stock, folder), offloaded(folder, cache_expert_num=3, device=DEVICE) as model:
         assert can_run_graph(model) is None
-        ids = random_ids(3, 7).to(DEVICE)
+        ids = random_ids(3, 14).to(DEVICE)  # sliding windows are 16
         expected = stock.to(DEVICE).generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         got = DecodeLoop.of(model).generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert torch.equal(got, expected)

@@ -282,8 +282,9 @@ def test_memory_of_a_server(q30):
 def test_memory_of_a_server_whose_layers_differ(q30):
     """Every layer has all blocks, whether it looks back further than its window or not. States are one sequence's."""
     window, state = KvLayer(2048, 128, 0), KvLayer(0, None, 1 << 20)
-    half = dataclasses.replace(q30, kv=q30.kv[:6] + (window,) * 6)
-    assert working_memory(half, Demand(1600, 2), True).kv_bytes == 2 * 2048 * 6 * (1600 + 128)
+    half = dataclasses.replace(q30, kv=q30.kv[:6] + (window,) * 6, plain_cache=False)
+    assert working_memory(half, Demand(1600, 2), False).kv_bytes == 2 * 2048 * 6 * (1600 + 128)
+    assert working_memory(half, Demand(1600, 2), True).kv_bytes == (2 * 100 + 1) * 16 * 12 * 2048
     assert working_memory(half, Demand(1600, 2, serving=True), True).kv_bytes == (2 * 100 + 1) * 16 * 12 * 2048
     alone = dataclasses.replace(q30, kv=(*q30.kv[:11], state))
     assert working_memory(alone, Demand(1600, 2, serving=True), True).kv_bytes == 11 * 2048 * 1600 + (1 << 20)

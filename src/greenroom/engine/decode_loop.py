@@ -1,4 +1,4 @@
-"""The decode loop of ``generate``: transformers' sampling and stopping around a ``StepRunner``.
+"""The decode loop of ``generate``: transformers' sampling and stopping around a runner.
 
 ``model.generate`` takes a callable (``custom_generate``) that it calls in place of its own loop, with everything
 prepared: logits processors, stopping criteria, lengths. It hands the prompt to the streamer itself, but does
@@ -6,6 +6,7 @@ not pass the streamer on.
 """
 
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from greenroom.engine.cache_argument import why_no_plain_cache
-from greenroom.engine.offload import Offload, offload_of
+from greenroom.engine.capturable import why_host_needed, why_not_readable
+from greenroom.engine.offload import offload_of
+from greenroom.engine.paged.probe import PagedModel, probe
+from greenroom.engine.paged.runner import why_not_by_kernel
+from greenroom.engine.paged.sequence_runner import SequenceRunner
 from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +32,7 @@ _ATTENTION = ("sdpa", "greenroom", "eager")
 
 
 def can_run_graph(model: PreTrainedModel) -> str | None:
-    """None if ``model`` can decode by graph, otherwise the sentence why not. Costs nothing."""
+    """None if ``model`` can decode by graph, otherwise the sentence why not. What costs a pass is asked only once."""
     try:
         offload = offload_of(model)
     except ConfigError as error:
@@ -37,31 +42,14 @@ def can_run_graph(model: PreTrainedModel) -> str | None:
     return why_not_readable(offload) or why_not_captured(model)
 
 
-def why_not_readable(offload: Offload) -> str | None:
-    """Of a model on a GPU: None if the GPU can read experts by itself, otherwise why not."""
-    if offload.manager.store.locked:
-        return None
-    return "the GPU cannot read experts in memory that is not page-locked (pin_memory is off)"
-
-
 def why_not_captured(model: PreTrainedModel) -> str | None:
     """Of an offloaded model on a GPU: None if its forward pass can be captured, otherwise why not."""
-    if (problem := why_no_plain_cache(model)) is not None:
-        return problem
     attention = model.config._attn_implementation
     if attention not in _ATTENTION:
         return f"decode graphs need sdpa attention, not {attention}"
-    return why_host_needed(model)
-
-
-def why_host_needed(model: PreTrainedModel) -> str | None:
-    """None if the host has nothing to compute between layers, whatever attention does, otherwise why it has."""
-    kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}
-    if moving := sorted(kind for kind in kinds if "dynamic" in kind or "longrope" in kind):
-        return f"the host recomputes rotary frequencies ({moving[0]}) between steps"
-    if not getattr(model, "_can_compile_fullgraph", True):
-        return f"the forward pass of {type(model).__name__} needs the host"
-    return None
+    if (problem := why_host_needed(model)) is not None or why_no_plain_cache(model) is None:
+        return problem
+    return DecodeLoop.of(model).why_no_blocks()
 
 
 class DecodeLoop:
@@ -73,7 +61,7 @@ class DecodeLoop:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._runner: StepRunner | None = None
+        self._runner: StepRunner | SequenceRunner | None = None
         self.prepare_seconds = 0.0
 
     @classmethod
@@ -118,6 +106,12 @@ class DecodeLoop:
         result: torch.Tensor = self._model.generate(input_ids, streamer=streamer, custom_generate=loop, **options)
         return result
 
+    def why_no_blocks(self) -> str | None:
+        """None if blocks hold what the model remembers and a kernel can attend to them, otherwise why not."""
+        if isinstance(self._kept, str):
+            return self._kept
+        return why_not_by_kernel(self._model, self._kept)
+
     def close(self) -> None:
         """Frees the runner. Idempotent."""
         if self._runner is not None:
@@ -161,17 +155,20 @@ class DecodeLoop:
             streamer.end()
         return input_ids
 
-    def _prepare(self, runner: "StepRunner") -> None:
+    @cached_property
+    def _kept(self) -> PagedModel | str:
+        """Found by running a token."""
+        return probe(self._model)
+
+    def _prepare(self, runner: "StepRunner | SequenceRunner") -> None:
         if runner.prepared:
             return
         started = time.perf_counter()
         runner.prepare()
         self.prepare_seconds = time.perf_counter() - started
 
-    def _runner_for(self, rows: int, tokens: int) -> "StepRunner":
+    def _runner_for(self, rows: int, tokens: int) -> "StepRunner | SequenceRunner":
         """One for ``rows`` sequences of up to ``tokens``: the last one if it is large enough."""
-        from greenroom.engine.step_runner import StepRunner  # needs triton, which GPU builds of torch bring
-
         last = self._runner
         if last is not None and last.usable and last.rows == rows and tokens <= last.max_length:
             return last
@@ -183,5 +180,15 @@ class DecodeLoop:
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None:
             size = max(tokens, min(size, limit))
-        self._runner = StepRunner(self._model, rows, -(-size // _ROUND) * _ROUND)
+        self._runner = self._make_runner(rows, -(-size // _ROUND) * _ROUND)
         return self._runner
+
+    def _make_runner(self, rows: int, max_length: int) -> "StepRunner | SequenceRunner":
+        """The faster one where there are both."""
+        if why_no_plain_cache(self._model) is not None:
+            if isinstance(self._kept, str):
+                raise ConfigError(self._kept)
+            return SequenceRunner(self._model, self._kept, rows, max_length)
+        from greenroom.engine.step_runner import StepRunner  # needs triton, which GPU builds of torch bring
+
+        return StepRunner(self._model, rows, max_length)

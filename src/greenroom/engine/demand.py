@@ -31,7 +31,7 @@ class Demand:
         concurrency: sequences at once.
         prefill_tokens: of prompts that one pass takes. None: all of a sequence, but at most 2,048.
         serving: sequences come and go, as in ``serve``: their KV cache is made of blocks, and any pass of few tokens
-            is a decode step.
+            is a decode step. Without it, it is made of blocks where layers have windows, on a GPU.
         kv_offload_bytes: of host memory, for KV blocks that the device has given away.
         dbo: of ``serving``, whether decode batches may run as two halves at once (see ``engine.dbo``).
     """
@@ -101,17 +101,17 @@ def working_memory(
             f"the model's context is {shape.max_context} tokens, not {demand.context}; give a smaller context"
         )
     return WorkingMemory(
-        _kv_bytes(shape, demand),
+        _kv_bytes(shape, demand, on_gpu),
         _activation_bytes(shape, demand),
         _decode_bytes(shape, demand, config or OffloadConfig()) if on_gpu else 0,
         _FIXED_BYTES if on_gpu else 0,
     )
 
 
-def _kv_bytes(shape: ModelShape, demand: Demand) -> int:
-    if not demand.serving:
+def _kv_bytes(shape: ModelShape, demand: Demand, on_gpu: bool) -> int:
+    if not demand.serving and (shape.plain_cache or shape.has_states or not on_gpu):
         return demand.concurrency * shape.kv_bytes(demand.context)
-    if any(layer.state_bytes for layer in shape.kv):
+    if shape.has_states:
         return shape.kv_bytes(demand.context)  # not made of blocks: one sequence at a time
     # All layers have the same blocks, those with a window too; one more is for padding.
     blocks = demand.concurrency * -(-demand.context // KV_BLOCK) + 1

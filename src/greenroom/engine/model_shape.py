@@ -41,7 +41,7 @@ class ModelShape:
         num_layers: decoder layers, with experts or without.
         hidden, vocabulary: widths.
         max_context: tokens that the model takes, None if its configuration does not say.
-        plain_cache: keys and values are all that it remembers, so that decode can be a CUDA graph.
+        plain_cache: it remembers keys and values of all tokens in every layer, and nothing else.
     """
 
     spec: ModelSpec
@@ -52,6 +52,11 @@ class ModelShape:
     vocabulary: int
     max_context: int | None
     plain_cache: bool
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it remembers more than keys and values, so that decode cannot be a CUDA graph."""
+        return any(layer.state_bytes for layer in self.kv)
 
     @property
     def dense_bytes(self) -> int:

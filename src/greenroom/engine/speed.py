@@ -171,4 +171,4 @@ def _layer_overhead(shape: ModelShape, decode: bool, on_gpu: bool) -> float:
         return _HOST_LAYER_S
     if not decode:
         return _PREFILL_LAYER_S
-    return _LAYER_S if shape.plain_cache else _EAGER_LAYER_S
+    return _EAGER_LAYER_S if shape.has_states else _LAYER_S

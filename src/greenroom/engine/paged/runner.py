@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.cache_argument import cache_argument
+from greenroom.engine.capturable import why_host_needed, why_not_readable
 from greenroom.engine.dbo import DboPolicy
-from greenroom.engine.decode_loop import why_host_needed, why_not_readable
 from greenroom.engine.offload import offload_of
 from greenroom.engine.paged.attention import PAGED, attends_through, paged_attention
 from greenroom.engine.paged.cache import PagedCache
@@ -44,6 +44,7 @@ class PagedRunner:
         limits: Limits,
         *,
         decode_path: bool | None = None,
+        decode_tokens: int | None = None,
         watchdog_s: float = 30.0,
         dbo: str = "off",
     ) -> None:
@@ -52,6 +53,7 @@ class PagedRunner:
             model: offloaded.
             kept: what each of its layers keeps of a token, from ``probe``.
             decode_path: calls of few tokens take the path without the host. None: on a GPU alone.
+            decode_tokens: that such a call has at most. None: as many as there are graphs for.
             watchdog_s: seconds after which such a call that has not ended (on a CPU device: a layer) is given up.
             dbo: "on" runs such calls as two halves at once, "auto" where that measures faster, "off" never.
 
@@ -84,7 +86,7 @@ class PagedRunner:
             self._decode = decode.DecodeBuckets(
                 model,
                 self._cache,
-                limits.max_tokens,
+                min(limits.max_tokens, decode_tokens or limits.max_tokens),
                 limits.max_context,
                 graph=self._device.type == "cuda",
                 watchdog_s=watchdog_s,
@@ -100,6 +102,11 @@ class PagedRunner:
         """
         layers = self._open_cache().layers
         return [t.view(-1, self.block_size, *t.shape[1:]) for layer in layers for t in (layer.keys, layer.values)]
+
+    @property
+    def usable(self) -> bool:
+        """Whether ``run`` may be called: neither closed nor given up."""
+        return self._cache is not None and (self._decode is None or self._decode.hostless.given_up is None)
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -186,9 +193,8 @@ class PagedRunner:
     def _why_eager(self, kept: PagedModel) -> str | None:
         if self._device.type != "cuda":
             return "the model runs on the CPU, which has no graphs"
-        if kept.kept is Kept.OTHER:
-            return f"attention of {type(self._model).__name__} reads something else than what is cached"
-        return why_not_readable(offload_of(self._model)) or why_host_needed(self._model)
+        offload = offload_of(self._model)
+        return why_not_by_kernel(self._model, kept) or why_not_readable(offload) or why_host_needed(self._model)
 
     def _why_no_halves(self, mode: str, hostless: bool) -> str | None:
         if not hostless:
@@ -214,6 +220,13 @@ class PagedRunner:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def why_not_by_kernel(model: PreTrainedModel, kept: PagedModel) -> str | None:
+    """None if a kernel can attend to the blocks of ``model``, otherwise why not."""
+    if kept.kept is not Kept.OTHER:
+        return None
+    return f"attention of {type(model).__name__} reads something else than what is cached"
 
 
 def _tokens_of(chunks: Sequence[SequenceChunk]) -> int:
