@@ -15,6 +15,7 @@ from greenroom.engine.attach import attach_manager, detach
 from greenroom.engine.cache_argument import why_no_plain_cache
 from greenroom.engine.held_memory import DeviceMemory, HeldMemory
 from greenroom.engine.request import Request
+from greenroom.engine.single_rows import SingleRows
 from greenroom.engine.spec import ModelSpec
 from greenroom.errors import ConfigError
 from greenroom.experts.counters import OffloadStats
@@ -138,7 +139,7 @@ def offload_experts(
         raise
     attach_manager(model, spec.layers, manager)
     model.eval()
-    if device.type == "cuda":
+    if on_gpu:
         # Needs triton, which GPU builds of torch bring.
         from greenroom.engine.fused_rope import fuse_rope
         from greenroom.engine.fused_router import fuse_routers
@@ -150,6 +151,8 @@ def offload_experts(
         # Models with other caches ask for sdpa by its name in places.
         if why_no_plain_cache(model) is None:
             use_decode_attention(model)
+    else:
+        SingleRows(model, engine)
     weights = weights or NoWeightOffload()
     weights.attach(model, model.get_submodule(spec.decoder))  # behind whatever tries modules out by themselves
     seconds = time.perf_counter() - started

@@ -6,7 +6,7 @@ threads; threads without work sleep. Any Python thread may submit, and waiting r
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 from types import TracebackType
@@ -17,9 +17,10 @@ import torch
 
 from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.linear import native_linear
 from greenroom.experts.native import Isa, native_format
 from greenroom.experts.ticket import Ending, Ticket
-from greenroom.kernels.cpu.library import NativeJob, NativeMailbox, last_error, load_library
+from greenroom.kernels.cpu.library import NativeJob, NativeLinear, NativeMailbox, last_error, load_library
 
 logger = logging.getLogger(__name__)
 
@@ -125,15 +126,7 @@ class CpuExperts:
             done_value=0 if ending is None else ending.value,
             busy_ns=None if ending is None else ending.busy_ns.data_ptr(),
         )
-        number = ctypes.c_uint64()
-        with self._lock:
-            if self._handle is None:
-                raise EngineError("the CPU engine is closed")
-            if self._library.gr_submit(self._handle, ctypes.byref(job), ctypes.byref(number)):
-                raise EngineError(last_error(self._library))
-            ticket = Ticket(partial(self._settle, number.value), (experts, hidden, ids, weights, out, words, ending))
-            self._tickets[number.value] = ticket
-        return ticket
+        return self._queue(self._library.gr_submit, job, (experts, hidden, ids, weights, out, words, ending))
 
     def run(
         self,
@@ -147,6 +140,35 @@ class CpuExperts:
     ) -> None:
         """``submit`` and ``wait`` in one."""
         self.submit(format, experts, hidden, ids, weights, out, divided).wait()
+
+    def linear(
+        self,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias`` for a few rows, after the jobs that were submitted before; blocks until it is done.
+
+        Sums are kept in fp32. A row of ``x`` gives the same bits whichever other rows are there.
+
+        Args:
+            weight: [rows, width] of bfloat16, float16 or float32.
+            x: [..., width].
+            bias: [rows].
+            out: [..., rows], overwritten and returned; it must not overlap the inputs. None makes one.
+
+        All are contiguous CPU tensors of one dtype, and must not change meanwhile.
+
+        Raises:
+            ValueError: a tensor has another shape, dtype, device or stride.
+            EngineError: the engine is closed or refuses the product.
+        """
+        if out is None:
+            out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        job = native_linear(weight, x, bias, out)
+        self._queue(self._library.gr_linear_submit, job, (weight, x, bias, out)).wait()
+        return out
 
     def throttle(self, factor: float) -> None:
         """Makes all work take ``factor`` (at least 1) times as long, for tests and benchmarks of slow machines.
@@ -214,6 +236,18 @@ class CpuExperts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _queue(self, submit: Callable[..., int], job: NativeJob | NativeLinear, keep: tuple[object, ...]) -> Ticket:
+        """The ticket of a job that the native ``submit`` has queued. keep: what the job reads and writes."""
+        number = ctypes.c_uint64()
+        with self._lock:
+            if self._handle is None:
+                raise EngineError("the CPU engine is closed")
+            if submit(self._handle, ctypes.byref(job), ctypes.byref(number)):
+                raise EngineError(last_error(self._library))
+            ticket = Ticket(partial(self._settle, number.value), keep)
+            self._tickets[number.value] = ticket
+        return ticket
 
     def _settle(self, number: int) -> str | None:
         """Waits for job ``number``; its error sentence, or None."""

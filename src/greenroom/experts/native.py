@@ -9,7 +9,7 @@ from greenroom.errors import ConfigError
 from greenroom.experts.formats import ExpertFormat
 from greenroom.kernels.cpu.library import NativeFormat, load_library
 
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Isa(IntEnum):
@@ -57,7 +57,7 @@ def native_format(format: ExpertFormat) -> NativeFormat:
     return NativeFormat(
         hidden=format.hidden,
         inter=format.inter,
-        dtype=_DTYPES[format.dtype],
+        dtype=DTYPES[format.dtype],
         gated=format.gated,
         has_bias=format.bias,
         activation=int(format.activation.kind),

@@ -80,6 +80,13 @@ GR_EXPORT int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *tick
   });
 }
 
+GR_EXPORT int32_t gr_linear_submit(gr_engine *engine, const gr_linear *linear, uint64_t *ticket) {
+  return guarded([&] {
+    *ticket = engine->engine->submit(*linear);
+    return 0;
+  });
+}
+
 GR_EXPORT int32_t gr_wait(gr_engine *engine, uint64_t ticket) {
   return guarded([&] {
     const std::string error = engine->engine->wait(ticket);

@@ -18,33 +18,10 @@
 
 #include "activation.h"
 #include "kernel.h"
+#include "numbers.h"
 
 namespace greenroom {
 namespace {
-
-struct Bf16 {
-  uint16_t bits;
-};
-struct F16 {
-  uint16_t bits;
-};
-
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline float to_float(float value) { return value; }
-inline float to_float(Bf16 value) { return bits_to_float(static_cast<uint32_t>(value.bits) << 16); }
-inline float to_float(F16 value) {
-  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t rest = value.bits & 0x7fffu;
-  if (rest >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-  // Rebias by multiplying, which also makes subnormal numbers exact.
-  const float magnitude = bits_to_float(rest << 13) * 5.192296858534828e33f;  // 2^112
-  return bits_to_float(sign) == 0.0f && sign ? -magnitude : magnitude;
-}
 
 constexpr int32_t kUnit = 8;          // rows that are not divided between threads
 constexpr int32_t kBlockRows = 64;    // rows whose results wait in scratch for their activation
@@ -241,6 +218,33 @@ void dot_down(const Group *group, int32_t first, int32_t last, float *sums, int6
   }
 }
 
+template <class M, class W>
+void dot_linear(const gr_linear *linear, int32_t first, int32_t last) {
+  const int32_t width = static_cast<int32_t>(linear->width);
+  const W *bias = static_cast<const W *>(linear->bias);
+  float products[kBlockTokens][kBlockRows];
+  for (int32_t row = first; row < last; row += kBlockRows) {
+    const int32_t rows = smaller(last - row, kBlockRows);
+    const W *w = static_cast<const W *>(linear->weight) + static_cast<int64_t>(row) * width;
+    const W *after = row + rows < last ? w + static_cast<int64_t>(rows) * width : nullptr;
+    for (int64_t token = 0; token < linear->tokens; token += kBlockTokens) {
+      const int64_t left = linear->tokens - token;
+      const int32_t tokens = left < kBlockTokens ? static_cast<int32_t>(left) : kBlockTokens;
+      const W *x[kBlockTokens];
+      for (int32_t n = 0; n < tokens; ++n) x[n] = static_cast<const W *>(linear->x) + (token + n) * width;
+      dot_rows<M, true>(w, width, rows, x, tokens, width, products[0], kBlockRows,
+                        reinterpret_cast<const uint8_t *>(after));
+      for (int32_t n = 0; n < tokens; ++n) {
+        float *product = products[n];
+        if (bias)
+          for (int32_t r = 0; r < rows; ++r) product[r] += to_float(bias[row + r]);
+        W *y = static_cast<W *>(linear->y) + (token + n) * linear->rows + row;
+        for (int32_t r = 0; r < rows; ++r) y[r] = rounded<W>(product[r]);
+      }
+    }
+  }
+}
+
 template <class M, class W, class A, bool BatchInvariant>
 constexpr Kernel dot_kernel() {
   return Kernel{kUnit,
@@ -248,7 +252,8 @@ constexpr Kernel dot_kernel() {
                 dot_act_bytes<A>,
                 dot_scratch_bytes,
                 dot_up<M, W, A, BatchInvariant>,
-                dot_down<M, W, A, BatchInvariant>};
+                dot_down<M, W, A, BatchInvariant>,
+                dot_linear<M, W>};
 }
 
 }  // namespace

@@ -1,14 +1,13 @@
 #include "engine.h"
 
 #include <pthread.h>
-#include <sched.h>
-#include <signal.h>
 #include <time.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
+
+#include "threads.h"
 
 namespace greenroom {
 namespace {
@@ -22,52 +21,12 @@ constexpr uint32_t kCrowdedRoundsAYield = 16;  // no core is left for the thread
 uint64_t control_word(uint64_t serial, uint32_t units) { return serial << 32 | units; }
 uint32_t unclaimed(uint64_t word) { return static_cast<uint32_t>(word); }
 
-uint32_t usable_cores() {
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return static_cast<uint32_t>(CPU_COUNT(&set));
-#endif
-  return std::max(1u, std::thread::hardware_concurrency());
-}
-
-void pin(std::thread &thread, int32_t core) {
-#if defined(__linux__)
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  int error = EINVAL;
-  if (core >= 0 && core < CPU_SETSIZE) {
-    CPU_SET(core, &set);
-    error = pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
-  }
-  if (error)
-    throw std::invalid_argument("a thread cannot be pinned to core " + std::to_string(core) + ": " +
-                                std::strerror(error) + "; choose cores that this process may use");
-#else
-  (void)thread, (void)core;
-  throw std::invalid_argument("threads cannot be pinned on this operating system; leave the cores out");
-#endif
-}
-
 // Of this thread: a pause that the scheduler makes in a unit of work must not be multiplied.
 std::chrono::nanoseconds processor_time() {
   timespec now{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
   return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
 }
-
-// Signals belong to the program's own threads.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
-
- private:
-  sigset_t old_;
-};
 
 }  // namespace
 
@@ -127,7 +86,14 @@ void Engine::throttle(double factor) {
 
 uint64_t Engine::submit(const gr_job &job) {
   check_job(job);
-  auto record = std::make_shared<Record>(job);
+  return submit(std::make_shared<Record>(job));
+}
+
+uint64_t Engine::submit(const gr_linear &linear) {
+  return submit(std::make_shared<Record>(Linear(linear, kernels_.isa, threads_)));
+}
+
+uint64_t Engine::submit(std::shared_ptr<Record> record) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t ticket = ++tickets_;
   records_.emplace(ticket, record);
@@ -195,6 +161,7 @@ void Engine::run(uint32_t unit, size_t worker) {
       case Phase::prepare: prepare_slice(); break;
       case Phase::up: plan_.run_up(unit, scratch_[worker]->data()); break;
       case Phase::down: plan_.run_down(unit, scratch_[worker]->data()); break;
+      case Phase::linear: current_->linear->run(unit); break;
     }
   } catch (const std::bad_alloc &) {
     fail("the CPU engine could not get memory for this batch; use smaller batches");
@@ -238,7 +205,7 @@ void Engine::publish(Phase phase, uint32_t units) {
 
 // Called by the thread that finished a phase's last unit. Ends by publishing a phase with units in it, or idle.
 void Engine::advance() {
-  if (failed_.load(std::memory_order_relaxed)) return finish_job();
+  if (failed_.load(std::memory_order_relaxed) || phase_ == Phase::linear) return finish_job();
   if (phase_ == Phase::prepare && plan_.up_units()) return publish(Phase::up, plan_.up_units());
   if (phase_ != Phase::down && plan_.down_units()) return publish(Phase::down, plan_.down_units());
   if (slice_end_ < current_->job.tokens) {
@@ -291,6 +258,7 @@ void Engine::start_job(std::shared_ptr<Record> record) {
   current_->began = std::chrono::steady_clock::now();
   slice_begin_ = 0;
   failed_.store(false, std::memory_order_relaxed);
+  if (current_->linear) return publish(Phase::linear, current_->linear->units());
   publish(Phase::prepare, 1);
 }
 

@@ -30,6 +30,7 @@ class Engine {
   gr_isa isa() const { return kernels_.isa; }
 
   uint64_t submit(const gr_job &job);
+  uint64_t submit(const gr_linear &linear);
 
   // Empty when the job succeeded, otherwise what went wrong.
   std::string wait(uint64_t ticket);
@@ -51,7 +52,7 @@ class Engine {
   void close();
 
  private:
-  enum class Phase { prepare, up, down };
+  enum class Phase { prepare, up, down, linear };
 
   struct Claim {
     bool any = false;
@@ -88,6 +89,7 @@ class Engine {
   void advance();
   void prepare_slice();
   void finish_job();
+  uint64_t submit(std::shared_ptr<Record> record);
   void enqueue(std::shared_ptr<Record> record);
   void start_job(std::shared_ptr<Record> record);
   void attend(uint64_t seen);

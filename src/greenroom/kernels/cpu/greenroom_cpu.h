@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 6
+#define GR_ABI_VERSION 7
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -68,6 +68,20 @@ typedef struct {
   int64_t *busy_ns;           /* or null; written once: nanoseconds from the job's turn to its end */
 } gr_job;
 
+/* y[t, r] = bias[r] + sum over k of weight[r, k] * x[t, k], added up in fp32 and rounded once. A row of x gives the
+ * same bits whichever other rows are there and however many threads. Made for a few rows: every weight is read from
+ * memory once for up to 32 of them. Everything pointed to must stay alive and unchanged until gr_wait has returned. */
+typedef struct {
+  const void *weight; /* [rows, width] of dtype, contiguous, as are all others */
+  const void *bias;   /* [rows], or null */
+  const void *x;      /* [tokens, width] */
+  void *y;            /* [tokens, rows], overwritten */
+  int64_t tokens;     /* may be 0 */
+  int64_t rows;
+  int64_t width;
+  int32_t dtype;      /* gr_dtype */
+} gr_linear;
+
 typedef struct gr_engine gr_engine;
 
 /* A job that a device posts by itself. The device writes hidden, ids, weights and divided, then stores the number of rows
@@ -103,6 +117,9 @@ int32_t gr_engine_isa(const gr_engine *engine);
 
 /* Copies *job and queues it; *ticket is for gr_wait. */
 int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *ticket);
+
+/* The same for *linear. */
+int32_t gr_linear_submit(gr_engine *engine, const gr_linear *linear, uint64_t *ticket);
 
 /* Blocks until the job is done and returns its status. Each ticket is waited for exactly once. */
 int32_t gr_wait(gr_engine *engine, uint64_t ticket);

@@ -1,5 +1,6 @@
 #include "isa.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -96,6 +97,10 @@ const Kernel &choose_kernel(const KernelChoice &choice, int32_t dtype, int32_t t
   (void)tokens;
 #endif
   return portable_kernels[steady][dtype];
+}
+
+const Kernel &choose_linear_kernel(gr_isa isa, int32_t dtype) {
+  return choose_kernel(KernelChoice{std::min(isa, GR_ISA_AVX512_BF16), true}, dtype, 1);
 }
 
 }  // namespace greenroom

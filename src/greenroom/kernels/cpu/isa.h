@@ -22,5 +22,8 @@ struct KernelChoice {
 // Depends on nothing but its arguments, so that results do not depend on threads.
 const Kernel &choose_kernel(const KernelChoice &choice, int32_t dtype, int32_t tokens);
 
+// For products of a few rows with a dense matrix: always batch-invariant, and without AMX.
+const Kernel &choose_linear_kernel(gr_isa isa, int32_t dtype);
+
 }  // namespace greenroom
 #endif

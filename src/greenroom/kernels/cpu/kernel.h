@@ -1,4 +1,5 @@
-// What the engine asks of a kernel: two projections of one expert over the tokens that chose it.
+// What the engine asks of a kernel: two projections of one expert over the tokens that chose it, and products of a few
+// rows with a dense matrix.
 //
 // This header is included by files compiled for different instruction sets. It must hold nothing that
 // the linker could share between them (no inline functions, no standard containers): otherwise code
@@ -33,7 +34,7 @@ struct Group {
 // next: where the caller will read weights after this call, or null; a hint for prefetching.
 // scratch: scratch_bytes of the calling thread, 64-byte aligned, no promise about its content.
 struct Kernel {
-  int32_t up_unit;   // rows of `inter` that are not divided between threads; a call starts at a multiple
+  int32_t up_unit;   // rows of `inter` or of a matrix that are not divided between threads; a call starts at a multiple
   int32_t down_unit; // the same for rows of the output
   size_t (*act_bytes)(const gr_format *format, int32_t count);
   size_t (*scratch_bytes)(const gr_format *format);
@@ -43,6 +44,8 @@ struct Kernel {
   // another; the distance between tokens is sums_pitch floats
   void (*down)(const Group *group, int32_t first, int32_t last, float *sums, int64_t sums_pitch,
                const uint8_t *next, void *scratch);
+  // y[:, first:last]; first is a multiple of up_unit. Null: another kernel serves
+  void (*linear)(const gr_linear *linear, int32_t first, int32_t last);
 };
 
 // One table per instruction set, indexed by gr_dtype. The first kernels add up an expert's products in an order that

@@ -207,6 +207,6 @@ void amx_down(const Group *group, int32_t first, int32_t last, float *sums, int6
 
 }  // namespace
 
-const Kernel amx_kernel = {kInner, 2 * kTile, amx_act_bytes, amx_scratch_bytes, amx_up, amx_down};
+const Kernel amx_kernel = {kInner, 2 * kTile, amx_act_bytes, amx_scratch_bytes, amx_up, amx_down, nullptr};
 
 }  // namespace greenroom

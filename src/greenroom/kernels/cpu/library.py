@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 _PATH = Path(__file__).with_name("libgreenroom_cpu.so")
 
 
@@ -50,6 +50,21 @@ class NativeJob(ctypes.Structure):
     ]
 
 
+class NativeLinear(ctypes.Structure):
+    """``gr_linear``: a product of rows with a dense matrix. The native side copies the structure."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("tokens", c_int64),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("dtype", c_int32),
+    ]
+
+
 class NativeMailbox(ctypes.Structure):
     """``gr_mailbox``: a job that a device posts by itself, and the words through which it does."""
 
@@ -89,6 +104,8 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
     library.gr_engine_isa.restype = c_int32
     library.gr_submit.argtypes = [c_void_p, POINTER(NativeJob), POINTER(c_uint64)]
     library.gr_submit.restype = c_int32
+    library.gr_linear_submit.argtypes = [c_void_p, POINTER(NativeLinear), POINTER(c_uint64)]
+    library.gr_linear_submit.restype = c_int32
     library.gr_wait.argtypes = [c_void_p, c_uint64]
     library.gr_wait.restype = c_int32
     library.gr_engine_throttle.argtypes = [c_void_p, c_double]

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "units.h"
+
 namespace greenroom {
 namespace {
 
@@ -26,9 +28,6 @@ constexpr int32_t kMaxWidth = 1 << 30;  // row numbers plus a block must fit 32 
 [[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-
-// Rows of the next unit: a share of what is left, in multiples of `step`.
-int64_t unit_rows(int64_t left, int64_t shares, int64_t step) { return std::max(left / shares / step * step, step); }
 
 }  // namespace
 

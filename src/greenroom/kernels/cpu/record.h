@@ -5,10 +5,12 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "greenroom_cpu.h"
+#include "linear.h"
 #include "parking.h"
 
 namespace greenroom {
@@ -21,11 +23,13 @@ struct Record {
     job.format = &format;
     error.reserve(256);  // a sentence about a lack of memory must not need any
   }
+  explicit Record(Linear &&from) : linear(std::move(from)) {}
   Record(const Record &) = delete;
   Record &operator=(const Record &) = delete;
 
-  gr_job job;
-  gr_format format;
+  gr_job job{};
+  gr_format format{};
+  std::optional<Linear> linear;   // instead of a job, which is all zeros then
   std::string error;              // written by workers under the engine's failure mutex, read once the job has ended
   std::chrono::steady_clock::time_point began;  // when its turn came
   std::atomic<bool> done{false};  // set by the worker that ends the job, for wait()
