@@ -41,11 +41,28 @@ FORMAT = ExpertFormat(2048, 768, torch.bfloat16, Activation(ActivationKind.SILU)
 LAYERS, EXPERTS = 4, 128
 """4.8 GB: no cache holds what comes next."""
 
-JOBS = ((1, 1), (1, 3), (1, 6), (1, 8), (16, 60))
+JOBS = ((1, 1), (1, 3), (1, 8), (16, 60))
 """(tokens, experts that they use in all)."""
 
 FEW_ROWS = "if (tokens > 2 || (BatchInvariant && M::one_sum_is_slow))"
 AHEAD, HINT = "kAhead = 4096", "__builtin_prefetch(ahead, 0, 3)"
+LAST_ROWS = """  for (; r < rows; ++r)
+    dot_tokens<M, 1, BatchInvariant>("""
+
+
+def places(count: int) -> str:
+    """In front of the last rows: rows that lie a part of the unit apart are read side by side."""
+    return f"""  if (tokens <= 2 && rows >= {count}) {{
+    const int32_t part = rows / {count};
+    for (; r < part; ++r) {{
+      float sums[2 * {count}];
+      dot_tokens<M, {count}, BatchInvariant>(w + r * pitch, part * pitch, x, tokens, k, sums, {count}, &stream);
+      for (int32_t n = 0; n < tokens; ++n)
+        for (int32_t i = 0; i < {count}; ++i) c[n * ldc + i * part + r] = sums[n * {count} + i];
+    }}
+    r = {count} * part;
+  }}
+{LAST_ROWS}"""
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,10 @@ VARIANTS = (
     Variant("as it is"),
     Variant("one kernel for all batches", batch_invariant=True),
     Variant("four rows at once", {FEW_ROWS: "if (true)"}),
+    Variant("two places at once", {LAST_ROWS: places(2)}),
+    Variant("four places at once", {LAST_ROWS: places(4)}),
+    Variant("two places at once, no prefetch", {LAST_ROWS: places(2), HINT: "(void)ahead"}),
+    Variant("four places at once, no prefetch", {LAST_ROWS: places(4), HINT: "(void)ahead"}),
     Variant("prefetch 2 KiB ahead", {AHEAD: "kAhead = 2048"}),
     Variant("prefetch 8 KiB ahead", {AHEAD: "kAhead = 8192"}),
     Variant("prefetch 16 KiB ahead", {AHEAD: "kAhead = 16384"}),

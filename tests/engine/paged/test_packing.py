@@ -20,7 +20,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, m
 
 def drawn_chunks(sizes, block_size, seed):
     """Token ids say whose they are and where: chunk ``n`` has 1000 * n + position."""
-    pool = list(range(200))
+    pool = list(range(240))  # six sequences of 39 tokens, half of them with a block more
     random.Random(seed).shuffle(pool)
     chunks = []
     for number, (start, count) in enumerate(sizes):
@@ -36,7 +36,7 @@ def drawn_chunks(sizes, block_size, seed):
 @given(sizes=SIZES, block_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 100))
 def test_every_token_is_a_row(sizes, block_size, seed):
     chunks, slot = drawn_chunks(sizes, block_size, seed)
-    packing = pack_rows(chunks, Limits(block_size, 200, 6, 60, 40, 10_000))
+    packing = pack_rows(chunks, Limits(block_size, 240, 6, 60, 40, 10_000))
     rows = [(chunk, chunk.start + place) for chunk in chunks for place in range(len(chunk.token_ids))]
     assert packing.ids.tolist() == [token for chunk in chunks for token in chunk.token_ids]
     assert packing.positions.tolist() == [position for _, position in rows]
@@ -55,7 +55,7 @@ def test_every_token_is_a_row(sizes, block_size, seed):
 @given(sizes=SIZES, block_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 100))
 def test_every_token_is_where_its_sequence_has_it(sizes, block_size, seed):
     chunks, slot = drawn_chunks(sizes, block_size, seed)
-    packing = pack(chunks, Limits(block_size, 200, 6, 60, 40, 10_000))
+    packing = pack(chunks, Limits(block_size, 240, 6, 60, 40, 10_000))
     owner = {
         start + 1000 * number + i: (number, start + i) for number, (start, n) in enumerate(sizes) for i in range(n)
     }
