@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from greenroom.experts.decode_steps import _Finished
+from greenroom.experts.decode_steps import FinishedStep
 
 US = 1_000
 
 
-def finished(rows: list[tuple[int, int, int, int, int, int]], parts: int = 1) -> _Finished:
+def finished(rows: list[tuple[int, int, int, int, int, int]], parts: int = 1) -> FinishedStep:
     """One layer a row: experts streamed and on the CPU; microseconds at which the CPU's share was posted, the last
     streamed expert ended and combine ended; the CPU's work. The same in all parts."""
     lanes = np.zeros((parts, len(rows), 5), dtype=np.int32)
@@ -19,7 +19,7 @@ def finished(rows: list[tuple[int, int, int, int, int, int]], parts: int = 1) ->
         spans[:, layer, :3] = np.array([posted, crossed, combined]) * US
         busy[:, layer] = worked * US
     nothing = np.zeros((len(rows), 1, 2))
-    return _Finished(ids=nothing, weights=nothing, lanes=lanes, busy_ns=busy, spans=spans, landing=False)
+    return FinishedStep(ids=nothing, weights=nothing, lanes=lanes, busy_ns=busy, spans=spans, landing=False)
 
 
 LATE = (2, 3, 1_000, 1_400, 1_900, 500)

@@ -14,6 +14,7 @@ from greenroom.bench.bandwidth import measure_bandwidth
 from greenroom.bench.result import LayersResult, gpu_name
 from greenroom.bench.served import ServedDecode
 from greenroom.bench.shapes import shape_config
+from greenroom.bench.stages import STEPS, Stages, decode_stages, prefill_stages
 from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
 from greenroom.engine.attach import RoutedExperts
@@ -37,6 +38,7 @@ class ModelBenchmark(LayersResult):
     as ``weights_offload`` says, that cross to the device in each. bound: tokens a second if nothing took time but those
     bytes, over both lanes at once with the rates in ``bound_from`` (GB/s); None without any.
     dbo: of decode as ``serve`` runs it, what was asked for and chosen (see ``engine.dbo``); None for any other.
+    stages: where the time goes, of prefill and of decode by graph (see ``bench.stages``); None for any other.
     """
 
     bound_from: dict[str, float]
@@ -45,6 +47,7 @@ class ModelBenchmark(LayersResult):
     weights_offload: str
     weight_bytes: int
     dbo: dict[str, Any] | None = None
+    stages: Stages | None = None
 
 
 def bench_decode(
@@ -97,7 +100,7 @@ def _check_decode_batch(batch: int, dbo: str | None) -> None:
 def _bench_graph_decode(bench: "_Bench", batch: int, steps: int, repeats: int) -> ModelBenchmark:
     from greenroom.engine.step_runner import StepRunner  # needs triton, which only GPU builds of torch bring
 
-    runner = StepRunner(bench.model, batch, _CONTEXT + 1 + steps * (repeats + _WARM_UP))
+    runner = StepRunner(bench.model, batch, _CONTEXT + 1 + steps * (repeats + _WARM_UP) + STEPS)
     try:
         runner.prefill(bench.random_ids(batch, _CONTEXT))
 
@@ -105,7 +108,8 @@ def _bench_graph_decode(bench: "_Bench", batch: int, steps: int, repeats: int) -
             for _ in range(steps):
                 runner.step()
 
-        return bench.measure(run, batch, steps, steps, repeats)
+        result = bench.measure(run, batch, steps, steps, repeats)
+        return replace(result, stages=decode_stages(runner))
     finally:
         runner.close()
 
@@ -155,7 +159,8 @@ def bench_prefill(
         def run() -> None:
             bench.forward(prompt, DynamicCache(config=bench.model.config))
 
-        return bench.measure(run, batch, length, 1, repeats)
+        result = bench.measure(run, batch, length, 1, repeats)
+        return replace(result, stages=prefill_stages(offload_of(bench.model).manager.tier, run))
 
     return _results("prefill", shape, knobs, routing, lengths, measure)
 

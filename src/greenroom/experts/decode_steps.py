@@ -39,7 +39,7 @@ _LATE_JOB_S = 0.5
 
 
 @dataclass(frozen=True)
-class _Finished:
+class FinishedStep:
     """Copies of what a step left in the mailboxes of its parts.
 
     ids: int32 [layers, rows, K]. weights: float32 [layers, rows, K]. All parts' rows.
@@ -57,7 +57,7 @@ class _Finished:
     landing: bool
 
     @classmethod
-    def of(cls, parts: list[StepPart], landing: bool) -> "_Finished":
+    def of(cls, parts: list[StepPart], landing: bool) -> "FinishedStep":
         if len(parts) > 1:
             return cls(
                 np.concatenate([part.ids[:, : part.rows] for part in parts], axis=1),
@@ -132,7 +132,12 @@ class DecodeSteps:
         self._inter = np.array([fmt.inter for fmt in manager.store.formats])
         self._number = 0
         self._landing = False  # slots are offered to the step that is open
-        self._finished: _Finished | None = None
+        self._finished: FinishedStep | None = None
+
+    @property
+    def last(self) -> FinishedStep | None:
+        """What the last step left, until the next one has been enqueued; None if it taught nothing."""
+        return self._finished
 
     def use_second(self, path: DecodePath | None) -> None:
         """The path of second halves, or None for none any more. Between steps."""
@@ -211,7 +216,7 @@ class DecodeSteps:
         self.split.observe(finished.times(self._inter, self.path.timed))
 
     def _keep(self) -> None:
-        self._finished = _Finished.of(self._parts, self._landing)
+        self._finished = FinishedStep.of(self._parts, self._landing)
 
     def _open(self, part: StepPart, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
         self._parts.append(part)
