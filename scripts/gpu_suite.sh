@@ -9,7 +9,7 @@ what=${1:?tests, experts, model, memory, serving, split, soak, sanitizer, all, v
 out=${2:?output folder}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
-export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 wanted() { [ "$what" = all ] || [ "$what" = "$1" ]; }
 
 build() {
