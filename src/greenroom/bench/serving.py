@@ -3,9 +3,7 @@
 import gc
 import random
 import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,16 +13,16 @@ from transformers import PreTrainedModel
 
 from greenroom.bench.byte_tokenizer import byte_tokenizer
 from greenroom.bench.result import LayersResult, gpu_name
+from greenroom.bench.serving_client import Client
 from greenroom.bench.shapes import shape_config
 from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
 from greenroom.engine.generation import check_context
 from greenroom.engine.offload import close, offload_of
 from greenroom.engine.sizes import BUCKETS, KV_BLOCK
-from greenroom.errors import ConfigError, EngineError
+from greenroom.errors import ConfigError
 from greenroom.serving.engine import ServingEngine
 from greenroom.serving.open import open_engine
-from greenroom.serving.requests import Event, Failed, Finished, Piece, SamplingParams
 
 _PROMPT = 100
 """Tokens of the prompts of those that decode."""
@@ -37,7 +35,6 @@ _EXTRA_TOKENS = 1024
 """Of each request that decodes while a prompt arrives: those for which it need not go on, but must not end."""
 
 _SPARE_BLOCKS = 8
-_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,50 +225,6 @@ def _measure(engine: ServingEngine, load: _Load, repeats: int) -> dict[str, Any]
     }
 
 
-class _Client:
-    """One greedy request of ``max_tokens`` tokens, and when it got each of them."""
-
-    def __init__(self, engine: ServingEngine, prompt: list[int], max_tokens: int) -> None:
-        self.times: list[float] = []
-        self._changed = threading.Condition()
-        self._end: Finished | Failed | None = None
-        self.started = time.perf_counter()
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        self._handle = engine.submit(prompt, params, self._take)
-
-    def wait_for(self, tokens: int) -> None:
-        """Until it has got so many.
-
-        Raises:
-            EngineError: it ends before.
-        """
-        self._wait(lambda: len(self.times) >= tokens)
-        if len(self.times) < tokens:
-            raise EngineError("a request ended before its measurement did")
-
-    def wait_for_end(self) -> None:
-        self._wait(lambda: False)
-
-    def cancel(self) -> None:
-        self._handle.cancel()
-
-    def _wait(self, enough: Callable[[], bool]) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._end is not None or enough(), _LIMIT_S):
-                raise EngineError(f"a request got nothing for {_LIMIT_S:.0f} s")
-        if isinstance(self._end, Failed):
-            raise self._end.error
-
-    def _take(self, event: Event) -> None:
-        now = time.perf_counter()
-        with self._changed:
-            if isinstance(event, Piece):
-                self.times.append(now)
-            else:
-                self._end = event
-            self._changed.notify_all()
-
-
 @dataclass(frozen=True)
 class _Quiet:
     """Of each stretch: tokens a second of all requests, and the longest gap in seconds."""
@@ -282,7 +235,7 @@ class _Quiet:
 
 def _quiet(engine: ServingEngine, prompts: list[list[int]], load: _Load) -> _Quiet:
     """Requests for ``prompts`` together, while nothing arrives."""
-    clients = [_Client(engine, prompt, load.quiet_tokens) for prompt in prompts]
+    clients = [Client(engine, prompt, load.quiet_tokens) for prompt in prompts]
     for client in clients:
         client.wait_for_end()
     streams = [client.times for client in clients]
@@ -305,10 +258,10 @@ class _Arrival:
 
 def _arrival(engine: ServingEngine, own: list[list[int]], prompt: list[int], load: _Load) -> _Arrival:
     """``prompt`` arrives while requests for ``own`` decode."""
-    others = [_Client(engine, each, load.busy_tokens) for each in own]
+    others = [Client(engine, each, load.busy_tokens) for each in own]
     for client in others:
         client.wait_for(_WARM_UP)
-    newcomer = _Client(engine, prompt, max_tokens=1)
+    newcomer = Client(engine, prompt, max_tokens=1)
     newcomer.wait_for_end()
     first = newcomer.times[0]
     for client in others:
@@ -321,6 +274,6 @@ def _arrival(engine: ServingEngine, own: list[list[int]], prompt: list[int], loa
 
 
 def _first_token_s(engine: ServingEngine, prompt: list[int]) -> float:
-    client = _Client(engine, prompt, max_tokens=1)
+    client = Client(engine, prompt, max_tokens=1)
     client.wait_for_end()
     return client.times[0] - client.started
