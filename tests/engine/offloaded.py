@@ -53,3 +53,18 @@ def saved_family(family: str, dtype: torch.dtype = torch.float32) -> Iterator[tu
     """A stock model and the folder that it was saved to."""
     with tempfile.TemporaryDirectory() as folder:
         yield save_family(family, Path(folder), dtype), Path(folder)
+
+
+class Streamer:
+    """Keeps what ``generate`` streams."""
+
+    def __init__(self) -> None:
+        self.put_values: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.put_values.append(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        self.ends += 1

@@ -13,7 +13,7 @@ from greenroom.engine.generation import generate
 from greenroom.engine.offload import close, offload_of
 from greenroom.engine.paged.probe import Kept, PagedModel
 from greenroom.errors import ConfigError, EngineError
-from tests.engine.offloaded import left_padded, offloaded, random_ids, saved_family
+from tests.engine.offloaded import Streamer, left_padded, offloaded, random_ids, saved_family
 from tests.reference.families import FAMILIES, make_model
 from tests.reference.tokenizer import VOCAB, make_tokenizer
 
@@ -80,19 +80,6 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def loop(model, plain) -> DecodeLoop:
     return DecodeLoop(model)
-
-
-class Streamer:
-    def __init__(self) -> None:
-        self.put_values: list[list[int]] = []
-        self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        assert value.device.type == "cpu"
-        self.put_values.append(value.reshape(-1).tolist())
-
-    def end(self) -> None:
-        self.ends += 1
 
 
 OPTIONS = {

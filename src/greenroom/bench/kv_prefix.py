@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from greenroom.bench.byte_tokenizer import byte_tokenizer
-from greenroom.bench.result import LayersResult, gpu_name
+from greenroom.bench.result import LayersResult, offload_labels
 from greenroom.bench.shapes import shape_config
 from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
@@ -93,7 +93,6 @@ def bench_kv_prefix(
             shape=shape,
             batch=1,
             tokens=tokens,
-            cache_expert_num=max(offload.plan.num_slots),
             routing=routing,
             value=value,
             unit="ms",
@@ -103,10 +102,7 @@ def bench_kv_prefix(
             loaded_tokens=loaded_tokens,
             max_step_tokens=max_step_tokens,
             repeats=repeats,
-            threads=offload.engine.threads,
-            isa=offload.engine.isa.label,
-            device=str(offload.device),
-            gpu=gpu_name(offload.device),
+            **offload_labels(offload),
         )
     finally:
         close(model)

@@ -11,18 +11,17 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from greenroom.bench.bandwidth import measure_bandwidth
-from greenroom.bench.result import LayersResult, gpu_name
+from greenroom.bench.result import LayersResult, offload_labels
 from greenroom.bench.served import ServedDecode
 from greenroom.bench.shapes import shape_config
 from greenroom.bench.stages import STEPS, Stages, decode_stages, prefill_stages
 from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
-from greenroom.engine.attach import RoutedExperts
 from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.dbo import DboPolicy
 from greenroom.engine.offload import close, offload_of
 from greenroom.engine.request import choose_device
-from greenroom.engine.sizes import BUCKETS, buckets_to
+from greenroom.engine.sizes import buckets_to, check_batch
 from greenroom.errors import ConfigError
 
 _WARM_UP = 2
@@ -91,8 +90,7 @@ def bench_decode(
 
 def _check_decode_batch(batch: int, dbo: str | None) -> None:
     """What a runner would refuse, known without a model."""
-    if batch > BUCKETS[-1]:
-        raise ConfigError(f"a decode batch has 1 to {BUCKETS[-1]} sequences, not {batch}")
+    check_batch(batch)
     if dbo is not None:
         DboPolicy(dbo, buckets_to(batch))  # raises if there is nothing to halve
 
@@ -201,9 +199,6 @@ class _Bench:
         Raises:
             ConfigError: as ``override_routing``.
         """
-        for module in self.model.modules():
-            if isinstance(module, RoutedExperts):
-                vars(module).pop("forward", None)  # put there by override_routing
         override_routing(self.model, self._routing)
 
     def random_ids(self, batch: int, tokens: int) -> torch.Tensor:
@@ -233,7 +228,6 @@ class _Bench:
             **self._labels,
             batch=batch,
             tokens=tokens,
-            cache_expert_num=max(offload.plan.num_slots),
             value=batch * tokens / median,
             unit="tok/s",
             bound=batch * tokens / seconds_at_best if seconds_at_best else None,
@@ -241,10 +235,7 @@ class _Bench:
             miss_bytes=miss_bytes,
             hit_rate=total.hits / max(total.hits + total.misses, 1),
             repeats=repeats,
-            threads=offload.engine.threads,
-            isa=offload.engine.isa.label,
-            device=str(offload.device),
-            gpu=gpu_name(offload.device),
+            **offload_labels(offload),
             weights_offload=str(selection),
             weight_bytes=selection.pass_bytes,
         )

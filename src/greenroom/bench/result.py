@@ -2,11 +2,14 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from greenroom.bench.commit import commit_hash
+
+if TYPE_CHECKING:  # what benchmarks of parts do without
+    from greenroom.engine.offload import Offload
 
 
 def cpu_name() -> str:
@@ -64,3 +67,14 @@ class LayersResult(BenchResult):
     routing: str
     threads: int
     isa: str
+
+
+def offload_labels(offload: "Offload") -> dict[str, Any]:
+    """The fields of a ``LayersResult`` that a model's offload knows."""
+    return {
+        "cache_expert_num": max(offload.plan.num_slots),
+        "threads": offload.engine.threads,
+        "isa": offload.engine.isa.label,
+        "device": str(offload.device),
+        "gpu": gpu_name(offload.device),
+    }

@@ -7,7 +7,7 @@ from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.dbo import DECIDED_AFTER, DboPolicy
 from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.runners import make_runner
-from greenroom.engine.sizes import BUCKETS, KV_BLOCK, bucket_for
+from greenroom.engine.sizes import KV_BLOCK, bucket_for, check_batch
 from greenroom.errors import ConfigError
 
 
@@ -24,8 +24,7 @@ class ServedDecode:
         Raises:
             ConfigError: too many sequences, or ``dbo`` is on and cannot be.
         """
-        if batch > BUCKETS[-1]:
-            raise ConfigError(f"a decode batch has 1 to {BUCKETS[-1]} sequences, not {batch}")
+        check_batch(batch)
         longest = context + 1 + steps + DECIDED_AFTER
         blocks = -(-longest // KV_BLOCK)
         runner = make_runner(

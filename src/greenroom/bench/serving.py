@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from greenroom.bench.byte_tokenizer import byte_tokenizer
-from greenroom.bench.result import LayersResult, gpu_name
+from greenroom.bench.result import LayersResult, offload_labels
 from greenroom.bench.serving_client import Client
 from greenroom.bench.shapes import shape_config
 from greenroom.bench.synthetic import override_routing, random_model
@@ -99,17 +99,13 @@ def bench_serving(
             shape=shape,
             batch=requests,
             tokens=tokens,
-            cache_expert_num=max(offload.plan.num_slots),
             routing=routing,
             unit="ms",
             requests=requests,
             max_step_tokens=max_step_tokens,
             steps=steps,
             repeats=repeats,
-            threads=offload.engine.threads,
-            isa=offload.engine.isa.label,
-            device=str(offload.device),
-            gpu=gpu_name(offload.device),
+            **offload_labels(offload),
             **measured,
         )
     finally:

@@ -38,8 +38,8 @@ def decode_stages(runner: "StepRunner") -> Stages:
         runner.step()
         torch.cuda.synchronize()
         walls.append((time.perf_counter() - started) * 1e6)
-        if runner.steps.last is not None:
-            steps.append(runner.steps.last)
+        assert runner.steps.last is not None
+        steps.append(runner.steps.last)
     return summarise_decode(walls, steps)
 
 
@@ -74,7 +74,7 @@ def summarise_decode(walls_us: Sequence[float], steps: "Sequence[FinishedStep]")
         }
     return {
         "step": _median(walls_us),
-        "outside": _median(np.array(walls_us[-len(steps) :]) - inside),
+        "outside": _median(np.array(walls_us) - inside),
         "between": _median(posted[:, 1:] - combined[:, :-1]) if posted.shape[1] > 1 else 0.0,
         "layers": layers,
     }

@@ -61,7 +61,7 @@ def fill_with_noise(store: HostStore, seed: int) -> None:
 
 
 def override_routing(model: PreTrainedModel, name: str) -> None:
-    """Replaces the router's choices, so that the bytes moved are known.
+    """Replaces the router's choices, so that the bytes moved are known, and any earlier replacement.
 
     Args:
         name: "own" keeps the model's; "uniform" draws distinct experts afresh for every token and layer;
@@ -71,9 +71,11 @@ def override_routing(model: PreTrainedModel, name: str) -> None:
     Raises:
         ConfigError: a trace that cannot be read or does not fit the model.
     """
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    for module in layers:
+        vars(module).pop("forward", None)
     if name == "own":
         return
-    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     table = _uniform(len(layers), layers[0].num_experts) if name == "uniform" else _read_trace(Path(name), len(layers))
     router = _Replay(table)
     for number, module in enumerate(layers):

@@ -1,5 +1,7 @@
 """Sizes that plans, runners and servers share. Pure."""
 
+from greenroom.errors import ConfigError
+
 BUCKETS = (1, 2, 4, 8, 16, 32)
 """Tokens that a decode step is made for; a batch takes the next larger one, its last rows are padding."""
 
@@ -10,6 +12,15 @@ KV_BLOCK = 16
 def bucket_for(rows: int) -> int:
     """The smallest bucket that holds ``rows``, which is at most the largest one."""
     return next(size for size in BUCKETS if size >= rows)
+
+
+def check_batch(rows: int) -> None:
+    """
+    Raises:
+        ConfigError: no bucket holds so many rows, or there are none.
+    """
+    if not 1 <= rows <= BUCKETS[-1]:
+        raise ConfigError(f"a decode batch has 1 to {BUCKETS[-1]} sequences, not {rows}")
 
 
 def buckets_to(rows: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from greenroom.engine.cache_argument import cache_argument, why_no_plain_cache
 from greenroom.engine.fusion import use_decode_attention
 from greenroom.engine.hostless_steps import WARM_UP_STEPS, HostlessSteps
 from greenroom.engine.offload import offload_of
-from greenroom.engine.sizes import BUCKETS, bucket_for
+from greenroom.engine.sizes import bucket_for, check_batch
 from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.decode_steps import DecodeSteps
 
@@ -39,8 +39,7 @@ class StepRunner:
         Raises:
             ConfigError: too many rows, or the model's cache is no plain K/V cache.
         """
-        if not 1 <= rows <= BUCKETS[-1]:
-            raise ConfigError(f"a decode batch has 1 to {BUCKETS[-1]} sequences, not {rows}")
+        check_batch(rows)
         if (problem := why_no_plain_cache(model)) is not None:
             raise ConfigError(problem)
         self.rows = rows

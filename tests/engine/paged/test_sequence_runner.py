@@ -16,7 +16,7 @@ from greenroom.engine.paged.probe import PagedModel, probe
 from greenroom.engine.paged.runner import PagedRunner
 from greenroom.engine.paged.sequence_runner import SequenceRunner
 from greenroom.errors import ConfigError, EngineError, MemoryLimitError
-from tests.engine.offloaded import offloaded, random_ids, saved_family
+from tests.engine.offloaded import Streamer, offloaded, random_ids, saved_family
 from tests.reference.tokenizer import make_tokenizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,19 +56,6 @@ def make(model: PreTrainedModel, rows: int, max_length: int = 64, **options) -> 
 
 def ids_of(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return random_ids(rows, length, seed).to(DEVICE)
-
-
-class Streamer:
-    def __init__(self) -> None:
-        self.put_values: list[list[int]] = []
-        self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        assert value.device.type == "cpu"
-        self.put_values.append(value.reshape(-1).tolist())
-
-    def end(self) -> None:
-        self.ends += 1
 
 
 def compare(stock: PreTrainedModel, loop: DecodeLoop, ids: torch.Tensor, **options) -> None:

@@ -7,7 +7,7 @@ from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.paged.packing import Limits
 from greenroom.engine.paged.probe import PagedModel
 from greenroom.engine.paged.runner import PagedRunner
-from greenroom.engine.sizes import BUCKETS, KV_BLOCK
+from greenroom.engine.sizes import KV_BLOCK, check_batch
 from greenroom.errors import ConfigError, EngineError, MemoryLimitError
 
 _PASS_TOKENS = 2048
@@ -47,8 +47,7 @@ class SequenceRunner:
             ConfigError: too many rows.
             MemoryLimitError: the device has no memory for the KV cache and for decode.
         """
-        if not 1 <= rows <= BUCKETS[-1]:
-            raise ConfigError(f"a decode batch has 1 to {BUCKETS[-1]} sequences, not {rows}")
+        check_batch(rows)
         self.rows = rows
         self.max_length = max_length
         self.prepared = False
