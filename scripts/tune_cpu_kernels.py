@@ -45,7 +45,7 @@ JOBS = ((1, 1), (1, 3), (1, 8), (16, 60))
 """(tokens, experts that they use in all)."""
 
 FEW_ROWS = "if (tokens > 2 || (BatchInvariant && M::one_sum_is_slow))"
-AHEAD, HINT = "kAhead = 4096", "__builtin_prefetch(ahead, 0, 3)"
+AHEAD, HINT = "kAhead = 16384", "__builtin_prefetch(ahead, 0, 2)"
 LAST_ROWS = """  for (; r < rows; ++r)
     dot_tokens<M, 1, BatchInvariant>("""
 
@@ -82,11 +82,11 @@ VARIANTS = (
     Variant("four places at once", {LAST_ROWS: places(4)}),
     Variant("two places at once, no prefetch", {LAST_ROWS: places(2), HINT: "(void)ahead"}),
     Variant("four places at once, no prefetch", {LAST_ROWS: places(4), HINT: "(void)ahead"}),
-    Variant("prefetch 2 KiB ahead", {AHEAD: "kAhead = 2048"}),
+    Variant("prefetch 4 KiB ahead", {AHEAD: "kAhead = 4096"}),
     Variant("prefetch 8 KiB ahead", {AHEAD: "kAhead = 8192"}),
-    Variant("prefetch 16 KiB ahead", {AHEAD: "kAhead = 16384"}),
-    Variant("prefetch into L2", {HINT: "__builtin_prefetch(ahead, 0, 2)"}),
-    Variant("prefetch 16 KiB ahead into L2", {HINT: "__builtin_prefetch(ahead, 0, 2)", AHEAD: "kAhead = 16384"}),
+    Variant("prefetch 32 KiB ahead", {AHEAD: "kAhead = 32768"}),
+    Variant("prefetch into L1", {HINT: "__builtin_prefetch(ahead, 0, 3)"}),
+    Variant("prefetch 4 KiB ahead into L1", {HINT: "__builtin_prefetch(ahead, 0, 3)", AHEAD: "kAhead = 4096"}),
     Variant("no prefetch", {HINT: "(void)ahead"}),
     Variant("four rows at once, no prefetch", {FEW_ROWS: "if (true)", HINT: "(void)ahead"}),
     Variant("smaller units", {"kUpShare = 4": "kUpShare = 8", "kDownShare = 2": "kDownShare = 4"}),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from greenroom.bench.model import bench_prefill
-from greenroom.bench.stages import prefill_stages, summarise_decode
+from greenroom.bench.stages import prefill_stages, summarise_decode, timed_host
 from greenroom.config import OffloadConfig
 from greenroom.experts.dispatch import Dispatch
 
@@ -34,9 +34,10 @@ def step(layers: list[tuple[int, int, int, int, int]]) -> FinishedStep:
 def test_stages_of_decode():
     first = step([(1, 2, 100, 400, 250), (0, 0, 480, 520, 77), (0, 1, 600, 710, 90)])
     second = step([(1, 2, 1100, 1500, 350), (9, 1, 1590, 2000, 100), (0, 0, 2080, 2110, 0)])
-    stages = summarise_decode([1000.0, 1500.0], [first, second])
+    stages = summarise_decode([1000.0, 1500.0], [first, second], {"begin": [30.0, 50.0], "finish": [7.0, 9.0]})
     assert stages["step"] == 1250
     assert stages["outside"] == np.median([1000 - 610, 1500 - 1010])
+    assert stages["host"] == {"begin": 40, "finish": 8}
     assert stages["between"] == np.median([80, 80, 90, 80])
     assert stages["layers"] == {
         "0": {"count": 2, "us": 35, "cpu_us": 0, "on_cpu": 0, "streamed": 0},
@@ -85,3 +86,30 @@ def test_a_prefill_says_where_its_time_goes():
     stages = result.to_dict()["stages"]
     assert stages["layer"] >= stages["deciding"] > 0
     assert stages["on_cpu"] > 0 == stages["streamed"]
+
+
+class SleepySteps:
+    """What the host does around a step, a number of milliseconds each."""
+
+    def begin(self, rows: int, land: bool = True) -> None:
+        time.sleep(0.004)
+
+    def enqueued(self) -> None:
+        time.sleep(0.02)
+
+    def finish(self, learn: bool = True) -> None:
+        time.sleep(0.006)
+
+
+def test_what_the_host_does_while_the_device_idles():
+    steps = SleepySteps()
+    with timed_host(steps) as host:
+        for _ in range(2):
+            steps.begin(1, land=False)
+            time.sleep(0.005)
+            steps.enqueued()
+            steps.finish(False)
+    assert {name: len(taken) for name, taken in host.items()} == {"begin": 2, "launch": 2, "finish": 2}
+    for name, least in {"begin": 4_000, "launch": 5_000, "finish": 6_000}.items():
+        assert all(least <= taken < 20_000 for taken in host[name]), host
+    assert "begin" not in vars(steps), "as it was"

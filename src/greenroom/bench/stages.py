@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,7 +18,7 @@ from greenroom.experts.tier import DeviceTier, LayerBatch
 
 if TYPE_CHECKING:  # these need triton
     from greenroom.engine.step_runner import StepRunner
-    from greenroom.experts.decode_steps import FinishedStep
+    from greenroom.experts.decode_steps import DecodeSteps, FinishedStep
 
 STEPS = 20
 """Of decode."""
@@ -33,23 +33,56 @@ Stages = dict[str, Any]
 def decode_stages(runner: "StepRunner") -> Stages:
     """Of a few more steps, each of which is waited for: so what the host does between two of them counts in full."""
     walls, steps = [], []
-    for _ in range(STEPS):
+    with timed_host(runner.steps) as host:
+        for _ in range(STEPS):
+            started = time.perf_counter()
+            runner.step()
+            torch.cuda.synchronize()
+            walls.append((time.perf_counter() - started) * 1e6)
+            assert runner.steps.last is not None
+            steps.append(runner.steps.last)
+    return summarise_decode(walls, steps, host)
+
+
+@contextmanager
+def timed_host(steps: "DecodeSteps") -> Iterator[dict[str, list[float]]]:
+    """Microseconds of what the host does while the device idles, by stage, an entry a step."""
+    taken: dict[str, list[float]] = {"begin": [], "launch": [], "finish": []}
+    begin, enqueued, finish = steps.begin, steps.enqueued, steps.finish
+    begun = 0.0
+
+    def timed_begin(*args: Any, **named: Any) -> None:
+        nonlocal begun
         started = time.perf_counter()
-        runner.step()
-        torch.cuda.synchronize()
-        walls.append((time.perf_counter() - started) * 1e6)
-        assert runner.steps.last is not None
-        steps.append(runner.steps.last)
-    return summarise_decode(walls, steps)
+        begin(*args, **named)
+        begun = time.perf_counter()
+        taken["begin"].append((begun - started) * 1e6)
+
+    def timed_enqueued() -> None:
+        taken["launch"].append((time.perf_counter() - begun) * 1e6)
+        enqueued()
+
+    def timed_finish(learn: bool = True) -> None:
+        started = time.perf_counter()
+        finish(learn)
+        taken["finish"].append((time.perf_counter() - started) * 1e6)
+
+    with mock.patch.multiple(steps, begin=timed_begin, enqueued=timed_enqueued, finish=timed_finish):
+        yield taken
 
 
-def summarise_decode(walls_us: Sequence[float], steps: "Sequence[FinishedStep]") -> Stages:
+def summarise_decode(
+    walls_us: Sequence[float], steps: "Sequence[FinishedStep]", host_us: Mapping[str, Sequence[float]]
+) -> Stages:
     """
+    Args:
+        host_us: what the host does while the device idles, by stage.
+
     Returns:
         step: by the host's clock. outside: of it, what is neither experts nor between two layers of them: the host,
-        the first layer's attention, the head. between: from one layer's sums to the next one's experts. layers: by the
-        number of absent experts, a layer's experts until their sums are added up (``us``), what the CPU worked of it,
-        and how many experts crossed PCIe, parts counted as such.
+        the first layer's attention, the head. host: of ``outside``, by stage. between: from one layer's sums to the
+        next one's experts. layers: by the number of absent experts, a layer's experts until their sums are added up
+        (``us``), what the CPU worked of it, and how many experts crossed PCIe, parts counted as such.
     """
     spans = np.stack([step.spans[0] for step in steps]) / 1e3
     lanes = np.stack([step.lanes[0] for step in steps])
@@ -75,6 +108,7 @@ def summarise_decode(walls_us: Sequence[float], steps: "Sequence[FinishedStep]")
     return {
         "step": _median(walls_us),
         "outside": _median(np.array(walls_us) - inside),
+        "host": {name: _median(taken) for name, taken in host_us.items()},
         "between": _median(posted[:, 1:] - combined[:, :-1]) if posted.shape[1] > 1 else 0.0,
         "layers": layers,
     }

@@ -25,6 +25,14 @@ from greenroom.kernels.cpu.library import NativeJob, NativeLinear, NativeMailbox
 logger = logging.getLogger(__name__)
 
 
+SPIN_S = 200e-6
+"""Longer than what a model without a GPU has between two layers' experts, most of the time."""
+
+SPIN_BESIDE_GPU_S = 5e-3
+"""Longer than what a GPU does between two layers of a prefill, and the host between two decode steps. The cores have
+nothing else to do meanwhile, and a thread that sleeps takes tens of microseconds to wake, on both sides."""
+
+
 class Closeable(Protocol):
     """What an engine closes before it ends. It is forgotten by then, unless a job that was given up still runs."""
 
@@ -39,6 +47,7 @@ class CpuExperts:
         cores: core numbers, one a worker, to which they are pinned; None leaves them to the scheduler.
         isa: instruction set; ``AUTO`` takes the best one.
         batch_invariant: a token's result does not depend, by a single bit, on the other tokens of its job.
+        spin_s: seconds that a worker without work looks for more before it sleeps.
 
     Raises:
         ConfigError: ``cores`` has another length.
@@ -51,6 +60,7 @@ class CpuExperts:
         cores: Sequence[int] | None = None,
         isa: Isa = Isa.AUTO,
         batch_invariant: bool = False,
+        spin_s: float = SPIN_S,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._lock = Lock()
@@ -60,8 +70,9 @@ class CpuExperts:
             raise ConfigError(f"{threads} CPU threads need as many core numbers, not {len(cores)}")
         self._library = load_library()
         handle = ctypes.c_void_p()
+        spin_us = round(spin_s * 1e6)
         numbers = None if cores is None else (ctypes.c_int32 * threads)(*cores)
-        if self._library.gr_engine_create(threads, numbers, int(isa), batch_invariant, ctypes.byref(handle)):
+        if self._library.gr_engine_create(threads, numbers, int(isa), batch_invariant, spin_us, ctypes.byref(handle)):
             raise EngineError(last_error(self._library))
         self._native = handle  # for jobs that are still waited for while the engine closes
         self._threads = threads

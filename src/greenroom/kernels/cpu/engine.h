@@ -21,8 +21,9 @@ namespace greenroom {
 
 class Engine {
  public:
-  // Throws std::invalid_argument and std::system_error. cores: null or one number a thread.
-  Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels);
+  // Throws std::invalid_argument and std::system_error. cores: null or one number a thread. spin: how long a worker
+  // without work looks for more before it sleeps.
+  Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels, std::chrono::microseconds spin);
   ~Engine();
   Engine(const Engine &) = delete;
   Engine &operator=(const Engine &) = delete;

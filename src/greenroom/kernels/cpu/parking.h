@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <thread>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -56,16 +57,19 @@ class Parking {
   }
 
  private:
+  static constexpr uint32_t kRoundsAYield = 32;  // some tens of microseconds
+
   template <class Ready>
   static bool spin_until(Ready &ready, std::chrono::microseconds spin) {
     const auto start = std::chrono::steady_clock::now();
-    do {
+    for (uint32_t round = 1;; ++round) {
       for (int i = 0; i < 32; ++i) {
         if (ready()) return true;
         pause_briefly();
       }
-    } while (std::chrono::steady_clock::now() - start < spin);
-    return false;
+      if (std::chrono::steady_clock::now() - start >= spin) return false;
+      if (round % kRoundsAYield == 0) std::this_thread::yield();  // somebody may need this core meanwhile
+    }
   }
 
   void sleep(uint32_t seen) {
