@@ -46,14 +46,16 @@ class SlowEngine(CpuExperts):
 
 
 @contextmanager
-def running(slots: int, costs: CostModel, fmt: ExpertFormat, group: int = 3) -> Iterator[OffloadManager]:
+def running(
+    slots: int, costs: CostModel, fmt: ExpertFormat, engine: CpuExperts | None = None
+) -> Iterator[OffloadManager]:
     store = HostStore([fmt] * LAYERS, [EXPERTS] * LAYERS, hardware.lock_pages, hardware.unlock_pages)
     for layer in range(LAYERS):
         for part in vars(store.views(layer)).values():
             if part is not None:
                 part.copy_(torch.randn(part.shape) * 0.3)
-    with SlowEngine(2, None, Isa.AUTO) as engine:
-        tier = CudaTier(store, [slots] * LAYERS, engine, group, torch.device("cuda", 0))
+    with engine or SlowEngine(2, None, Isa.AUTO) as engine:
+        tier = CudaTier(store, [slots] * LAYERS, engine, 3, torch.device("cuda", 0))
         with OffloadManager(store, tier, [slots] * LAYERS, make_policy("lfru"), 2, 2, costs) as manager:
             yield manager
 
@@ -63,10 +65,13 @@ def routing(tokens: int, top_k: int) -> torch.Tensor:
     return torch.multinomial(weights.expand(tokens, -1), top_k)
 
 
+def draw(fmt: ExpertFormat, tokens: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(tokens, fmt.hidden).to(fmt.dtype), routing(tokens, top_k), torch.rand(tokens, top_k)
+
+
 def run_layer(manager: OffloadManager, layer: int, tokens: int, top_k: int) -> None:
     fmt = manager.store.formats[layer]
-    hidden = torch.randn(tokens, fmt.hidden).to(fmt.dtype)
-    ids, weights = routing(tokens, top_k), torch.rand(tokens, top_k)
+    hidden, ids, weights = draw(fmt, tokens, top_k)
     out = manager.layers[layer].forward(hidden.cuda(), ids.cuda(), weights.cuda())
     expected = moe_float64(hidden, ids, weights, manager.store.views(layer), fmt)
     error = (out.double().cpu() - expected).norm() / expected.norm()
@@ -201,6 +206,32 @@ def test_the_compute_path_never_waits_for_the_device():
                     run_layer(manager, layer, 12, 4)
         assert manager.counters.total().streamed > 0
         assert manager.counters.total().cpu > 0
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_cpu_that_hangs_is_noticed_and_holds_up_nobody(layers):
+    """In front of the next layer's routing, or at the step's end."""
+    with running(2, ALL_ON_CPU, make_format(), CpuExperts(2, watchdog_s=0.2)) as manager:
+        engine = manager.tier._engine
+        run_step(manager, LAYERS)
+        # There before: a copy from ordinary memory waits for the device.
+        batches = [[part.cuda() for part in draw(make_format(), 20, 4)] for _ in range(layers)]
+
+        def step() -> None:
+            with manager.step():
+                for layer, batch in enumerate(batches):
+                    manager.layers[layer].forward(*batch)
+
+        engine.throttle(1e12)
+        with pytest.raises(EngineError, match="layer 0: the CPU engine has not got on"):
+            step()
+        started = time.monotonic()
+        torch.cuda.synchronize()
+        assert time.monotonic() - started < 5
+        engine.throttle(1)
+        for _ in range(3):
+            run_step(manager, LAYERS)
+        check_slots(manager)
 
 
 def test_an_error_of_the_engine_reaches_the_caller_and_the_next_step_runs():

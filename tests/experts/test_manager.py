@@ -141,7 +141,7 @@ def test_an_error_in_a_step_changes_nothing_and_the_next_step_runs():
     driver.step(2, 2)
     before = driver.manager.admission.usage.total.copy()
 
-    def broken(*args: object) -> None:
+    def broken(*_args: object, **_named: object) -> None:
         raise MemoryError
 
     run, driver.engine.run = driver.engine.run, broken

@@ -23,6 +23,7 @@ class SlowEngine:
         ids: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
+        memory: tuple[object, ...] = (),
     ) -> None:
         total = torch.zeros(out.shape, dtype=torch.float64)
         for expert in sorted({e for e in ids.flatten().tolist() if 0 <= e < len(experts)}):

@@ -19,7 +19,7 @@ from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.linear import native_linear
 from greenroom.experts.native import Isa, native_format
-from greenroom.experts.ticket import Ending, Ticket
+from greenroom.experts.ticket import Ending, LateJobError, Ticket
 from greenroom.kernels.cpu.library import NativeJob, NativeLinear, NativeMailbox, last_error, load_library
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,10 @@ SPIN_S = 200e-6
 SPIN_BESIDE_GPU_S = 5e-3
 """Longer than what a GPU does between two layers of a prefill, and the host between two decode steps. The cores have
 nothing else to do meanwhile, and a thread that sleeps takes tens of microseconds to wake, on both sides."""
+
+
+_LATE_JOB_S = 5.0
+"""Seconds without any progress after which ``close`` leaves a job to itself."""
 
 
 class Closeable(Protocol):
@@ -48,6 +52,7 @@ class CpuExperts:
         isa: instruction set; ``AUTO`` takes the best one.
         batch_invariant: a token's result does not depend, by a single bit, on the other tokens of its job.
         spin_s: seconds that a worker without work looks for more before it sleeps.
+        watchdog_s: seconds without any progress after which a job is no longer waited for.
 
     Raises:
         ConfigError: ``cores`` has another length.
@@ -61,6 +66,7 @@ class CpuExperts:
         isa: Isa = Isa.AUTO,
         batch_invariant: bool = False,
         spin_s: float = SPIN_S,
+        watchdog_s: float = 60.0,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._lock = Lock()
@@ -76,6 +82,7 @@ class CpuExperts:
             raise EngineError(last_error(self._library))
         self._native = handle  # for jobs that are still waited for while the engine closes
         self._threads = threads
+        self._watchdog_s = watchdog_s
         self._isa = Isa(self._library.gr_engine_isa(handle))
         self._handle = handle
 
@@ -99,12 +106,13 @@ class CpuExperts:
         out: torch.Tensor,
         divided: tuple[int, int] | None = None,
         ending: Ending | None = None,
+        memory: tuple[object, ...] = (),
     ) -> Ticket:
         """Queues ``out[t] = sum over k of weights[t, k] * expert ids[t, k] (hidden[t])`` and returns at once.
 
         Args:
             experts: uint64 [E], address of each expert's block; 0 for those that are not chosen. The blocks'
-                memory must outlive the job; it may be page-locked, and the same blocks may serve other jobs.
+                memory may be page-locked, and the same blocks may serve other jobs.
             hidden: ``format.dtype`` [T, format.hidden].
             ids: int32 [T, K]. Negative ones and those >= E are skipped.
             weights: float32 [T, K].
@@ -112,6 +120,7 @@ class CpuExperts:
             divided: an expert of which somebody else computes the first rows of the inner width, and the first
                 row that is computed here, a multiple of 32. The bias of its second projection is added here.
             ending: told when the job has ended, well or not.
+            memory: holds the blocks; kept alive until the job has ended, as all other arguments are.
 
         All are contiguous CPU tensors, page-locked or not, and must not change until the job is done.
 
@@ -137,7 +146,7 @@ class CpuExperts:
             done_value=0 if ending is None else ending.value,
             busy_ns=None if ending is None else ending.busy_ns.data_ptr(),
         )
-        return self._queue(self._library.gr_submit, job, (experts, hidden, ids, weights, out, words, ending))
+        return self._queue(self._library.gr_submit, job, (experts, hidden, ids, weights, out, words, ending, memory))
 
     def run(
         self,
@@ -148,9 +157,10 @@ class CpuExperts:
         weights: torch.Tensor,
         out: torch.Tensor,
         divided: tuple[int, int] | None = None,
+        memory: tuple[object, ...] = (),
     ) -> None:
         """``submit`` and ``wait`` in one."""
-        self.submit(format, experts, hidden, ids, weights, out, divided).wait()
+        self.submit(format, experts, hidden, ids, weights, out, divided, memory=memory).wait()
 
     def linear(
         self,
@@ -218,8 +228,8 @@ class CpuExperts:
     def close(self) -> None:
         """Closes its mailboxes, waits for submitted jobs and ends the threads. Closing twice is fine.
 
-        While a job of abandoned mailboxes lasts, neither it nor the jobs behind it can be waited for: the threads go on
-        then, all that they may touch is kept until the process ends, and a warning says so.
+        A job that hangs, of abandoned mailboxes or any other, is not waited for, nor are those behind it: the threads
+        go on then, all that they may touch is kept until the process ends, and a warning says so.
         """
         with self._lock:
             handle, self._handle = self._handle, None
@@ -228,15 +238,13 @@ class CpuExperts:
         for owner in mailboxes:
             owner.close()
         with self._lock:
-            late = len(self._mailboxes)
-        if late:
+            late = len(self._mailboxes) > 0
+        # Nothing new can be submitted now, and nobody is inside the native engine once these are settled.
+        if late or not all(ticket.settle(_LATE_JOB_S) for ticket in tickets):
             if handle is not None:
                 keep_for_ever(self)  # and with it tickets and mailboxes, and the memory of their jobs
                 logger.warning("the CPU engine's threads are left running: a job that was given up does not end")
             return
-        # Nothing new can be submitted now, and nobody is inside the native engine once these are settled.
-        for ticket in tickets:
-            ticket.settle()
         if handle is not None:
             self._library.gr_engine_destroy(handle)
 
@@ -256,13 +264,21 @@ class CpuExperts:
                 raise EngineError("the CPU engine is closed")
             if submit(self._handle, ctypes.byref(job), ctypes.byref(number)):
                 raise EngineError(last_error(self._library))
-            ticket = Ticket(partial(self._settle, number.value), keep)
+            ticket = Ticket(partial(self._settle, number.value), keep, self._watchdog_s)
             self._tickets[number.value] = ticket
         return ticket
 
-    def _settle(self, number: int) -> str | None:
-        """Waits for job ``number``; its error sentence, or None."""
-        error = last_error(self._library) if self._library.gr_wait(self._native, number) else None
+    def _settle(self, number: int, limit_s: float) -> str | None:
+        """Waits for job ``number``; its error sentence, or None.
+
+        Raises:
+            LateJobError: the engine got nothing done for ``limit_s``.
+        """
+        late = ctypes.c_int32()
+        status = self._library.gr_wait(self._native, number, int(limit_s * 1000), ctypes.byref(late))
+        error = last_error(self._library) if status else None
+        if late.value:
+            raise LateJobError(f"the CPU engine has not got on with its work for {limit_s:g} s")
         with self._lock:
             del self._tickets[number]
         return error

@@ -2,12 +2,13 @@
 
 Who orders what:
 
-- ``read_routing`` waits for this layer's ids and weights to reach page-locked memory, and ``run`` for its hidden
-  rows if the CPU needs them. Those are the only waits of the host for the device in a layer. Everything
-  enqueued earlier on the compute stream has then ended, so staging memory of the layer before may be
-  written again.
-- The compute stream waits for the CPU's share of a layer, not the host, which meanwhile enqueues what comes up to the
-  next routing. Behind that routing's arrival the job has ended; there, or at the step's end, its ticket is settled.
+- ``read_routing`` waits for the CPU's share of the layer before, then for this layer's ids and weights to reach
+  page-locked memory, and ``run`` for its hidden rows if the CPU needs them. The latter two are the only waits of the
+  host for the device in a layer. Everything enqueued earlier on the compute stream has then ended, so staging memory of
+  the layer before may be written again.
+- The compute stream waits for the CPU's share of a layer, and the host enqueues meanwhile what comes up to the next
+  routing. Then, or at the step's end, it settles the job's ticket, before it waits for the device: a job that hangs
+  would hold up both for ever, and so is noticed.
 - Miss buffers are ordered by ``MissBuffers``. Behind a layer's last group the copies of the next layer's
   first groups are started, so that PCIe is busy until that layer's routing is known.
 - A slot is written on the write stream after ``step_end``, which is recorded behind all work of the
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from greenroom.errors import EngineError
 from greenroom.experts.cache import SlotWrite
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
@@ -32,22 +34,31 @@ from greenroom.experts.probe import cpu_rates
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.staging import Staging
 from greenroom.experts.store import HostStore
-from greenroom.experts.ticket import Ending, Ticket
+from greenroom.experts.ticket import Ending, LateJobError, Ticket
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch, allocate_blocks
 from greenroom.experts.transfer import NUM_BUFFERS, Landing, MissBuffers
 from greenroom.kernels.gpu.stream_wait import wait_until_reached
 
 _COPY_PROBES = 5
 
+_ABANDON_S = 5.0
+"""Seconds without any progress of the CPU engine after which a step that failed leaves its job to itself."""
+
 
 @dataclass(frozen=True)
 class _OpenJob:
     """A layer's share that the CPU engine may still be computing. predicted_s: by the cost model; 0 if unknown."""
 
+    layer: int
     ticket: Ticket
     ending: Ending
     tokens: int
     predicted_s: float
+
+    def release_device(self) -> None:
+        """As if the job had ended. It may yet: then it only writes what nobody makes anything of, in memory that its
+        ticket keeps, and before any later job begins."""
+        self.ending.done.fill_(self.ending.value)
 
 
 class CudaTier(DeviceTier):
@@ -118,9 +129,10 @@ class CudaTier(DeviceTier):
         self._map_published.record(torch.cuda.current_stream(self.device))
 
     def read_routing(self, batch: LayerBatch) -> HostRouting:
-        routing = self._staging.fetch(batch)
+        self._staging.request(batch)
+        # First: until the job of the layer before has ended, the device waits for it, for ever if need be.
         self._settle()
-        return routing
+        return self._staging.arrived()
 
     def lanes(self, batch: LayerBatch, costs: CostModel) -> LaneState:
         self._costs = costs
@@ -173,23 +185,28 @@ class CudaTier(DeviceTier):
             staging.weights,
             staging.out,
             ending=ending,
+            memory=(self._store.blocks(batch.layer),),
         )
         predicted = 0.0
         if self._costs is not None:
             _, cpu = lane_seconds(plan.counts[plan.cpu], self._costs, self._store.formats[batch.layer])
             predicted = float(cpu.sum())
-        return _OpenJob(ticket, ending, len(batch.hidden), predicted)
+        return _OpenJob(batch.layer, ticket, ending, len(batch.hidden), predicted)
 
     def _settle(self) -> None:
         """Waits for the CPU's share of the layer before, if there was one, and takes note of how long it took.
 
         Raises:
-            EngineError: it failed.
+            EngineError: it failed, or the CPU engine hangs; the sentence then names the layer.
         """
         job, self._open = self._open, None
         if job is None:
             return
-        job.ticket.wait()
+        try:
+            job.ticket.wait()
+        except LateJobError as error:
+            job.release_device()
+            raise EngineError(f"layer {job.layer}: {error}") from error
         if job.predicted_s > 0:
             self._cpu_pace.observe(job.tokens, job.predicted_s, float(job.ending.busy_ns[0]) * 1e-9)
 
@@ -256,9 +273,9 @@ class CudaTier(DeviceTier):
     def abandon_step(self) -> None:
         self._step_end.record(torch.cuda.current_stream(self.device))
         job, self._open = self._open, None
-        if job is not None:
-            # It reads staging memory, which must not be reused under it.
-            job.ticket.settle()
+        # It reads staging memory, which should not be reused under it.
+        if job is not None and not job.ticket.settle(_ABANDON_S):
+            job.release_device()
 
     def start_write(self, write: SlotWrite) -> None:
         source = self._store.blocks(write.layer)[write.expert]

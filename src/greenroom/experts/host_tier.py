@@ -3,11 +3,13 @@
 import numpy as np
 import torch
 
+from greenroom.errors import EngineError
 from greenroom.experts.cache import SlotWrite
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.dispatch import CostModel, Dispatch, mask_ids
 from greenroom.experts.formats import ALIGNMENT, ExpertFormat
 from greenroom.experts.store import HostStore
+from greenroom.experts.ticket import LateJobError
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch
 
 
@@ -81,7 +83,11 @@ class HostTier(DeviceTier):
                 addresses[expert] = blocks[position].data_ptr()
         out = torch.empty(batch.hidden.shape, dtype=torch.float32)
         chosen = mask_ids(ids, experts, len(addresses))
-        self._engine.run(fmt, addresses, batch.hidden, torch.from_numpy(chosen), batch.weights, out)
+        memory = (self._store.blocks(batch.layer), self._slots[batch.layer], self._miss_buffers)
+        try:
+            self._engine.run(fmt, addresses, batch.hidden, torch.from_numpy(chosen), batch.weights, out, memory=memory)
+        except LateJobError as error:
+            raise EngineError(f"layer {batch.layer}: {error}") from error
         return out
 
     def end_step(self) -> None:

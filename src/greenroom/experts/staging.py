@@ -26,10 +26,10 @@ class _Mapped:
 class Staging:
     """Grows to the largest batch seen and is used again by every layer.
 
-    The device writes ids, weights and hidden; the host reads the first two after ``fetch`` and hidden
-    after ``wait_for_hidden``. The CPU engine writes ``out`` and then the word of ``next_ending``, which the device
-    waits for before it reads ``out``. The next ``fetch`` lies behind that read on the device's stream and
-    waits for the device, so one set of buffers serves all layers.
+    The device writes ids, weights and hidden, once ``request`` has been called; the host reads the first two after
+    ``arrived`` and hidden after ``wait_for_hidden``. The CPU engine writes ``out`` and then the word of
+    ``next_ending``, which the device waits for before it reads ``out``. The next layer's ``request`` lies behind that
+    read on the device's stream, and ``arrived`` waits for the device, so one set of buffers serves all layers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,8 +72,8 @@ class Staging:
         self._jobs = (self._jobs + 1) & 0x7FFFFFFF
         return Ending(self._done[:1], self._jobs, self._busy_ns)
 
-    def fetch(self, batch: LayerBatch) -> HostRouting:
-        """Copies the batch to the host and waits for the routing; ``hidden`` is under way behind it."""
+    def request(self, batch: LayerBatch) -> None:
+        """Enqueues copies of the batch to the host: the routing, and ``hidden`` behind it."""
         self._tokens = len(batch.hidden)
         stream = torch.cuda.current_stream(batch.hidden.device)
         self._download("ids", batch.ids)
@@ -82,6 +82,9 @@ class Staging:
         self._download("hidden", batch.hidden)
         self._hidden_fetched.record(stream)
         self._reserve("out", batch.hidden.shape, torch.float32)
+
+    def arrived(self) -> HostRouting:
+        """Waits for the routing. The device must not be waiting for a job that may never end."""
         self._fetched.synchronize()
         return HostRouting(self._buffers["ids"][: self._tokens].numpy(), self.weights.numpy())
 
@@ -90,7 +93,7 @@ class Staging:
         self._hidden_fetched.synchronize()
 
     def upload(self, table: np.ndarray, device: torch.device) -> torch.Tensor:
-        """int32 [n] on the device, copied without a wait. Once between two calls of ``fetch``."""
+        """int32 [n] on the device, copied without a wait. Once between two calls of ``request``."""
         twin = self._reserve("table", torch.Size(table.shape), torch.int32)[: len(table)]
         twin.numpy()[:] = table
         return twin.to(device, non_blocking=True)

@@ -2,6 +2,7 @@
 #include <chrono>
 #include <memory>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -88,10 +89,12 @@ GR_EXPORT int32_t gr_linear_submit(gr_engine *engine, const gr_linear *linear, u
   });
 }
 
-GR_EXPORT int32_t gr_wait(gr_engine *engine, uint64_t ticket) {
+GR_EXPORT int32_t gr_wait(gr_engine *engine, uint64_t ticket, int64_t limit_ms, int32_t *late) {
   return guarded([&] {
-    const std::string error = engine->engine->wait(ticket);
-    return error.empty() ? 0 : failed(error.c_str());
+    *late = 0;
+    const std::optional<std::string> error = engine->engine->wait(ticket, std::chrono::milliseconds(limit_ms));
+    *late = !error;
+    return error.value_or("").empty() ? 0 : failed(error->c_str());
   });
 }
 

@@ -101,7 +101,7 @@ uint64_t Engine::submit(std::shared_ptr<Record> record) {
   return ticket;
 }
 
-std::string Engine::wait(uint64_t ticket) {
+std::optional<std::string> Engine::wait(uint64_t ticket, std::chrono::milliseconds limit) {
   std::shared_ptr<Record> record;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -109,11 +109,22 @@ std::string Engine::wait(uint64_t ticket) {
     if (found == records_.end())
       throw std::invalid_argument("there is no job number " + std::to_string(ticket) +
                                   " to wait for; each job is waited for once");
-    record = std::move(found->second);
-    records_.erase(found);
+    record = found->second;
   }
-  record->parking.wait([&] { return record->done.load(std::memory_order_seq_cst); }, kWaiterSpin);
+  const auto done = [&] { return record->done.load(std::memory_order_seq_cst); };
+  for (auto before = progress(); !record->parking.wait_for(done, kWaiterSpin, limit);) {
+    const auto now = progress();
+    if (now == before) return std::nullopt;
+    before = now;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  records_.erase(ticket);
   return record->error;
+}
+
+// Changes whenever a unit is claimed or finished.
+std::pair<uint64_t, uint32_t> Engine::progress() const {
+  return {control_.load(std::memory_order_relaxed), unfinished_.load(std::memory_order_relaxed)};
 }
 
 void Engine::work(size_t worker) {

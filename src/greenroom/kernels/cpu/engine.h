@@ -7,9 +7,11 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "mailbox.h"
@@ -33,8 +35,9 @@ class Engine {
   uint64_t submit(const gr_job &job);
   uint64_t submit(const gr_linear &linear);
 
-  // Empty when the job succeeded, otherwise what went wrong.
-  std::string wait(uint64_t ticket);
+  // Waits for the job and forgets it: empty when it succeeded, otherwise what went wrong. Nothing if for `limit` none of
+  // the engine's work ends; the job may then be waited for again.
+  std::optional<std::string> wait(uint64_t ticket, std::chrono::milliseconds limit);
 
   // Between the two, workers stay awake and look for requests. Both are idempotent; disarm returns when no job of
   // these mailboxes is queued or running. Throws std::runtime_error once the engine has ended.
@@ -86,6 +89,7 @@ class Engine {
   void run(uint32_t unit, size_t worker);
   void run_throttled(uint32_t unit, size_t worker, double factor);
   void fail(const char *sentence);
+  std::pair<uint64_t, uint32_t> progress() const;
   void publish(Phase phase, uint32_t units);
   void advance();
   void prepare_slice();

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 8
+#define GR_ABI_VERSION 9
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -51,7 +51,7 @@ typedef struct {
  * `up` and these columns of `down` are read; the bias of `down` is added here, in full. A null `divided` and a negative
  * id divide nothing, and so does an expert that nobody chose.
  * With `done`, the end of the job, good or bad, is also told there: `done_value` is stored with release behind out and
- * busy_ns, for a device that waits for it. Everything pointed to must stay alive and unchanged until gr_wait has returned. */
+ * busy_ns, for a device that waits for it. Everything pointed to must stay alive and unchanged until gr_wait has seen its end. */
 typedef struct {
   const gr_format *format;
   const void *const *experts; /* [num_experts] block addresses; those not chosen may be null */
@@ -70,7 +70,7 @@ typedef struct {
 
 /* y[t, r] = bias[r] + sum over k of weight[r, k] * x[t, k], added up in fp32 and rounded once. A row of x gives the
  * same bits whichever other rows are there and however many threads. Made for a few rows: every weight is read from
- * memory once for up to 32 of them. Everything pointed to must stay alive and unchanged until gr_wait has returned. */
+ * memory once for up to 32 of them. Everything pointed to must stay alive and unchanged until gr_wait has seen its end. */
 typedef struct {
   const void *weight; /* [rows, width] of dtype, contiguous, as are all others */
   const void *bias;   /* [rows], or null */
@@ -122,8 +122,9 @@ int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *ticket);
 /* The same for *linear. */
 int32_t gr_linear_submit(gr_engine *engine, const gr_linear *linear, uint64_t *ticket);
 
-/* Blocks until the job is done and returns its status. Each ticket is waited for exactly once. */
-int32_t gr_wait(gr_engine *engine, uint64_t ticket);
+/* Blocks until the job is done and returns its status. Each ticket is waited for until that, exactly once. *late: 1, and
+ * the status 0, if for limit_ms none of the engine's work has ended; the job may be waited for again. */
+int32_t gr_wait(gr_engine *engine, uint64_t ticket, int64_t limit_ms, int32_t *late);
 
 /* For tests and benchmarks: each unit of work takes `factor` (>= 1) times as long. A change ends the pauses that the
  * factor before it made. */

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 _PATH = Path(__file__).with_name("libgreenroom_cpu.so")
 
 
@@ -106,7 +106,7 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
     library.gr_submit.restype = c_int32
     library.gr_linear_submit.argtypes = [c_void_p, POINTER(NativeLinear), POINTER(c_uint64)]
     library.gr_linear_submit.restype = c_int32
-    library.gr_wait.argtypes = [c_void_p, c_uint64]
+    library.gr_wait.argtypes = [c_void_p, c_uint64, c_int64, POINTER(c_int32)]
     library.gr_wait.restype = c_int32
     library.gr_engine_throttle.argtypes = [c_void_p, c_double]
     library.gr_engine_throttle.restype = c_int32

@@ -1,7 +1,8 @@
-// Waiting for a word to change: spin for a while, then sleep without using the processor.
+// Waiting for a word to change: spin for a while, then sleep without using the processor, for ever or up to a limit.
 #ifndef GREENROOM_PARKING_H
 #define GREENROOM_PARKING_H
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -10,6 +11,7 @@
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <climits>
@@ -36,13 +38,19 @@ class Parking {
   template <class Ready>
   void wait(Ready ready, std::chrono::microseconds spin) {
     if (spin_until(ready, spin)) return;
+    while (!sleep_unless(ready, nullptr)) {
+    }
+  }
+
+  // False if it is not ready once `limit` has passed.
+  template <class Ready>
+  bool wait_for(Ready ready, std::chrono::microseconds spin, std::chrono::milliseconds limit) {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    if (spin_until(ready, std::min(spin, std::chrono::microseconds(limit)))) return true;
     for (;;) {
-      const uint32_t seen = word_.load(std::memory_order_seq_cst);
-      sleepers_.fetch_add(1, std::memory_order_seq_cst);
-      const bool now = ready();
-      if (!now) sleep(seen);
-      sleepers_.fetch_sub(1, std::memory_order_seq_cst);
-      if (now || ready()) return;
+      const std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
+      if (left.count() <= 0) return ready();
+      if (sleep_unless(ready, &left)) return true;
     }
   }
 
@@ -72,11 +80,31 @@ class Parking {
     }
   }
 
-  void sleep(uint32_t seen) {
+  // Once; whether it is ready then. limit: null for none.
+  template <class Ready>
+  bool sleep_unless(Ready &ready, const std::chrono::nanoseconds *limit) {
+    const uint32_t seen = word_.load(std::memory_order_seq_cst);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    const bool now = ready();
+    if (!now) sleep(seen, limit);
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+    return now || ready();
+  }
+
+  void sleep(uint32_t seen, const std::chrono::nanoseconds *limit) {
 #if defined(__linux__)
-    syscall(SYS_futex, reinterpret_cast<uint32_t *>(&word_), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    timespec time{};
+    if (limit) {
+      time.tv_sec = static_cast<time_t>(limit->count() / 1'000'000'000);
+      time.tv_nsec = static_cast<long>(limit->count() % 1'000'000'000);
+    }
+    syscall(SYS_futex, reinterpret_cast<uint32_t *>(&word_), FUTEX_WAIT_PRIVATE, seen, limit ? &time : nullptr, nullptr,
+            0);
 #else
-    word_.wait(seen);
+    if (limit)
+      std::this_thread::sleep_for(std::min(*limit, std::chrono::nanoseconds(1'000'000)));
+    else
+      word_.wait(seen);
 #endif
   }
 

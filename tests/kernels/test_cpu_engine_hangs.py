@@ -1,0 +1,130 @@
+"""Jobs of the engine that do not get on: nobody waits for them for ever, and nothing is freed under them."""
+
+import logging
+import subprocess
+import sys
+import time
+import weakref
+
+import pytest
+import torch
+
+from greenroom.errors import EngineError
+from greenroom.experts import cpu
+from greenroom.experts.cpu import CpuExperts
+from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.ticket import LateJobError, Ticket
+from tests.kernels.batches import SILU, Batch
+
+AGES = 1e12
+"""A throttle under which no unit of work ends before the throttle is changed."""
+
+SOON = 0.1
+
+
+def make_batch() -> Batch:
+    return Batch(ExpertFormat(33, 17, torch.float32, SILU), 3, 2, 4, seed=0)
+
+
+def submit(engine: CpuExperts, batch: Batch, out: torch.Tensor) -> Ticket:
+    return engine.submit(batch.format, batch.experts.addresses, batch.hidden, batch.ids, batch.weights, out)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_job_that_hangs_is_waited_for_for_a_while_and_may_still_end(threads: int) -> None:
+    batch, outs = make_batch(), [torch.empty(4, 33) for _ in range(2)]
+    with CpuExperts(threads, watchdog_s=SOON) as engine:
+        expected = batch.run(engine)
+        engine.throttle(AGES)
+        tickets = [submit(engine, batch, out) for out in outs]
+        for ticket in (*tickets, tickets[0]):
+            started = time.monotonic()
+            with pytest.raises(LateJobError, match=r"has not got on with its work for 0\.1 s"):
+                ticket.wait()
+            assert SOON <= time.monotonic() - started < 20 * SOON
+        assert not tickets[0].settle(0)
+        engine.throttle(1)
+        for ticket, out in zip(tickets, outs, strict=True):
+            ticket.wait()
+            assert torch.equal(out, expected)
+            assert ticket.settle(0)
+            with pytest.raises(EngineError, match="already waited for"):
+                ticket.wait()
+
+
+def test_a_job_that_gets_on_slowly_is_waited_for() -> None:
+    """Its units take less than the limit, all of them many times as long."""
+    batch = Batch(ExpertFormat(512, 512, torch.float32, SILU), 8, 4, 16, seed=0)
+    with CpuExperts(1, watchdog_s=0.4) as engine:
+        batch.run(engine)
+        started = time.perf_counter()
+        expected = batch.run(engine)
+        engine.throttle(2.0 / (time.perf_counter() - started))
+        started = time.perf_counter()
+        out = batch.run(engine)
+        assert time.perf_counter() - started > 3 * 0.4
+        assert torch.equal(out, expected)
+
+
+def test_a_batch_that_hangs_keeps_its_memory_until_it_ends() -> None:
+    class Blocks:
+        pass
+
+    batch, out, blocks = make_batch(), torch.empty(4, 33), Blocks()
+    alive = weakref.ref(blocks)
+    with CpuExperts(1, watchdog_s=SOON) as engine:
+        engine.throttle(AGES)
+        arguments = batch.format, batch.experts.addresses, batch.hidden, batch.ids, batch.weights, out
+        ticket = engine.submit(*arguments, memory=(blocks,))
+        del blocks
+        with pytest.raises(LateJobError):
+            ticket.wait()
+        assert alive() is not None
+        engine.throttle(1)
+        ticket.wait()
+        assert alive() is None
+
+
+_CLOSES = """
+import logging, time
+import torch
+from greenroom.experts import cpu
+from greenroom.experts.cpu import CpuExperts
+from tests.kernels.test_cpu_engine_hangs import AGES, SOON, make_batch, submit
+
+logging.basicConfig()
+cpu._LATE_JOB_S = SOON
+batch = make_batch()
+engine = CpuExperts(2, watchdog_s=SOON)
+batch.run(engine)
+engine.throttle(AGES)
+tickets = [submit(engine, batch, torch.empty(4, 33)) for _ in range(3)]
+started = time.monotonic()
+engine.close()
+engine.close()
+assert time.monotonic() - started < 30 * SOON
+del engine, tickets, batch
+print("goes on")
+"""
+
+
+def test_an_engine_closes_though_a_job_hangs() -> None:
+    done = subprocess.run([sys.executable, "-c", _CLOSES], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "goes on" in done.stdout
+    assert done.stderr.count("threads are left running") == 1
+
+
+def test_a_slow_job_does_not_keep_an_engine_from_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "_LATE_JOB_S", 30.0)
+    batch, out = make_batch(), torch.empty(4, 33)
+    engine = CpuExperts(1)
+    expected = batch.run(engine)
+    engine.throttle(100)
+    submit(engine, batch, out)
+    with caplog.at_level(logging.WARNING):
+        engine.close()
+    assert torch.equal(out, expected)
+    assert not caplog.records
