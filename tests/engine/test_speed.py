@@ -1,6 +1,6 @@
 """Predicted speed against everything that was measured on GPUs, each with the bandwidths of its own process.
 
-The shape is Qwen3-30B-A3B's with 12 of its 48 layers; the figures and where they come from: docs/performance.md.
+The shape is Qwen3-30B-A3B's with 12 of its 48 layers; the figures and where they come from: docs/performance.md and measurements.md.
 """
 
 import dataclasses
@@ -68,6 +68,21 @@ ANCHORS = {
     "H200, prompt of 512": Anchor(h200(84.3, 47.6), 4141, 512),
     "H200, prompt of 2048, in a server": Anchor(h200(81.3, 46.4), 10957, 2048),
     "H200, prompt of 3900": Anchor(h200(93.9, 49.2), 17688, 3900),
+    "H200, slow host, one sequence": Anchor(h200(62.7, 40.6), 111.0),
+    "H200, slow host, 16 sequences": Anchor(h200(62.7, 40.6), 172.6, 16, 16),
+    "H200, one sequence, later": Anchor(h200(81.2, 46.0), 118.5),
+    "H200, one sequence, fastest": Anchor(h200(76.5, 44.9), 130.9),
+    "H200, 16 sequences, in a server": Anchor(h200(97.8, 49.8), 202.0, 16, 16),
+    "H200, everything cached, fewer waits": Anchor(h200(71.2, 40.4), 757.9, cached=128),
+    "H200, trace, 74% hits": Anchor(h200(68.6, 41.0), 320.4, cached=32, hit_rate=0.74, top_k=6),
+    "H200, trace, 74% hits, another process": Anchor(h200(77.6, 46.7), 290.9, cached=32, hit_rate=0.74, top_k=6),
+    "H200, prompt of 512, later": Anchor(h200(78.6, 42.8), 4111, 512),
+    "H200, prompt of 3900, later": Anchor(h200(78.6, 42.8), 17861, 3900),
+    "H200, prompt of 512, everything cached": Anchor(h200(97.8, 49.8), 12196, 512, cached=128),
+    "H200, prompt of 2048, everything cached": Anchor(h200(97.8, 49.8), 45475, 2048, cached=128),
+    "H200, all attention, prefetched": Anchor(
+        h200(93.5, 46.0), 94.2, weights=ATTENTION | {"weights_offload_group_size": 1}
+    ),
     "H200, one of four layers' attention": Anchor(
         h200(88.2, 46.4), 102.8, weights=ATTENTION | {"weights_offload_group_size": 4}
     ),

@@ -2,7 +2,7 @@
 
 A layer's missing experts take both lanes at once, CPU and PCIe, which end together; its resident ones are read from
 device memory; whatever else it does is a fixed time. Decode is the bare step: what a server does between two steps,
-choosing tokens above all, comes on top. Constants are fitted to the H100 of docs/performance.md.
+choosing tokens above all, comes on top. Constants are fitted to the H100 of docs/measurements.md.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,9 @@ _EAGER_LAYER_S = 4e-3
 
 _PREFILL_LAYER_S = 1.8e-3
 """Of a layer of a prefill on a GPU, where the lanes wait for the routing and for launches."""
+
+_PREFILL_HOST_S = 3.3e-3
+"""What the host takes at least for a layer of a prefill on a GPU, however little is missing."""
 
 _HOST_LAYER_S = 1.5e-3
 """Of a layer without a GPU: what is not bytes on two slow cores, Python above all. A rough figure."""
@@ -133,8 +136,9 @@ def pass_time(
         share = slots / layer.num_experts
         hits = _hit_rate(share, needed, top_k, layer.num_experts, hit_rate) if on_gpu else 0.0
         rows = tokens * top_k / needed
-        layers += _missing_seconds(layer.format, needed * (1 - hits), rows, rates, per_layer)
-        layers += needed * hits * layer.format.block_bytes / (rates.dense_gb_s * 1e9)
+        experts = _missing_seconds(layer.format, needed * (1 - hits), rows, rates, per_layer)
+        experts += needed * hits * layer.format.block_bytes / (rates.dense_gb_s * 1e9)
+        layers += experts if decode or not on_gpu else max(experts, _PREFILL_HOST_S - _PREFILL_LAYER_S)
     layers += shape.num_layers * _layer_overhead(shape, decode, on_gpu)
     # A pass reads every weight once; with many tokens arithmetic takes longer than that.
     read = shape.dense_bytes / (rates.dense_gb_s * 1e9)

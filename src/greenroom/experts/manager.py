@@ -29,7 +29,7 @@ _LEAST_WRITES = 2
 
 _WRITES_BESIDE_LANDING = 2
 """Copies under way beside which no further resident is replaced by a copy, in decode steps whose experts land in
-passing: by a simulation more of them take more from the misses than they bring hits (docs/performance.md)."""
+passing: by a simulation more of them take more from the misses than they bring hits (docs/measurements.md)."""
 
 
 @dataclass(frozen=True)
