@@ -1,6 +1,6 @@
 """Predicted speed against everything that was measured on GPUs, each with the bandwidths of its own process.
 
-The shape is Qwen3-30B-A3B's with 12 of its 48 layers; the figures and where they come from: docs/performance.md and measurements.md.
+The shape is Qwen3-30B-A3B's with 12 of its 48 layers; figures: docs/performance.md and docs/measurements.md.
 """
 
 import dataclasses
