@@ -17,6 +17,7 @@ import torch
 
 from greenroom.errors import ConfigError, EngineError
 from greenroom.experts.formats import ExpertFormat
+from greenroom.experts.job_checks import check_job
 from greenroom.experts.linear import native_linear
 from greenroom.experts.native import Isa, native_format
 from greenroom.experts.ticket import Ending, LateJobError, Ticket
@@ -128,7 +129,7 @@ class CpuExperts:
             ValueError: a tensor has another shape, dtype, device or stride.
             EngineError: the engine is closed or refuses the job.
         """
-        tokens, top_k = _check_batch(format, experts, hidden, ids, weights, out)
+        tokens, top_k = check_job(format, experts, hidden, ids, weights, out)
         native = native_format(format)
         words = None if divided is None else (ctypes.c_int32 * 2)(*divided)
         job = NativeJob(
@@ -287,31 +288,3 @@ class CpuExperts:
 def keep_for_ever(used: object) -> None:
     """Never frees ``used``, nor what it holds: native threads that nobody can stop may read and write it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(used))
-
-
-def _check_batch(
-    format: ExpertFormat,
-    experts: np.ndarray,
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-) -> tuple[int, int]:
-    """Tokens and experts per token, after checking everything that the native side takes on trust."""
-    if experts.dtype != np.uint64 or experts.ndim != 1 or not experts.flags.c_contiguous:
-        raise ValueError(f"experts must be contiguous uint64 [E], not {experts.dtype} {experts.shape}")
-    if ids.ndim != 2:
-        raise ValueError(f"ids must be [tokens, top_k], not {tuple(ids.shape)}")
-    tokens, top_k = ids.shape
-    _check_tensor("ids", ids, torch.int32, (tokens, top_k))
-    _check_tensor("weights", weights, torch.float32, (tokens, top_k))
-    _check_tensor("hidden", hidden, format.dtype, (tokens, format.hidden))
-    _check_tensor("out", out, torch.float32, (tokens, format.hidden))
-    return tokens, top_k
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be a contiguous CPU tensor")

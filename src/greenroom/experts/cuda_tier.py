@@ -17,48 +17,27 @@ Who orders what:
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from greenroom.errors import EngineError
 from greenroom.experts.cache import SlotWrite
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
 from greenroom.experts.dispatch import CostModel, Dispatch, LaneState, choose_ahead, lane_seconds, mask_ids
 from greenroom.experts.formats import ExpertViews
 from greenroom.experts.grouping import group_pairs
+from greenroom.experts.open_job import OpenJob
 from greenroom.experts.pace import Pace
 from greenroom.experts.probe import cpu_rates
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.staging import Staging
 from greenroom.experts.store import HostStore
-from greenroom.experts.ticket import Ending, LateJobError, Ticket
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch, allocate_blocks
 from greenroom.experts.transfer import NUM_BUFFERS, Landing, MissBuffers
 from greenroom.kernels.gpu.stream_wait import wait_until_reached
 
 _COPY_PROBES = 5
-
-_ABANDON_S = 5.0
-"""Seconds without any progress of the CPU engine after which a step that failed leaves its job to itself."""
-
-
-@dataclass(frozen=True)
-class _OpenJob:
-    """A layer's share that the CPU engine may still be computing. predicted_s: by the cost model; 0 if unknown."""
-
-    layer: int
-    ticket: Ticket
-    ending: Ending
-    tokens: int
-    predicted_s: float
-
-    def release_device(self) -> None:
-        """As if the job had ended. It may yet: then it only writes what nobody makes anything of, in memory that its
-        ticket keeps, and before any later job begins."""
-        self.ending.done.fill_(self.ending.value)
 
 
 class CudaTier(DeviceTier):
@@ -79,7 +58,7 @@ class CudaTier(DeviceTier):
         self._copies = MissBuffers(store, miss_expert_num, device)
         self._popularity = [np.zeros(count, dtype=np.int64) for count in store.num_experts]
         self._cpu_pace, self._copy_pace = Pace(), Pace()
-        self._open: _OpenJob | None = None
+        self._open: OpenJob | None = None
         self._costs: CostModel | None = None
         self._staging = Staging(device)
         self._write_stream = torch.cuda.Stream(device)
@@ -170,7 +149,7 @@ class CudaTier(DeviceTier):
             out += self._staging.out_on_device
         return out
 
-    def _submit_cpu(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch) -> "_OpenJob | None":
+    def _submit_cpu(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch) -> OpenJob | None:
         if len(plan.cpu) == 0:
             return None
         chosen = torch.from_numpy(mask_ids(ids, plan.cpu, len(plan.counts)))
@@ -191,7 +170,7 @@ class CudaTier(DeviceTier):
         if self._costs is not None:
             _, cpu = lane_seconds(plan.counts[plan.cpu], self._costs, self._store.formats[batch.layer])
             predicted = float(cpu.sum())
-        return _OpenJob(batch.layer, ticket, ending, len(batch.hidden), predicted)
+        return OpenJob(batch.layer, ticket, ending, len(batch.hidden), predicted)
 
     def _settle(self) -> None:
         """Waits for the CPU's share of the layer before, if there was one, and takes note of how long it took.
@@ -202,13 +181,9 @@ class CudaTier(DeviceTier):
         job, self._open = self._open, None
         if job is None:
             return
-        try:
-            job.ticket.wait()
-        except LateJobError as error:
-            job.release_device()
-            raise EngineError(f"layer {job.layer}: {error}") from error
+        seconds = job.wait()
         if job.predicted_s > 0:
-            self._cpu_pace.observe(job.tokens, job.predicted_s, float(job.ending.busy_ns[0]) * 1e-9)
+            self._cpu_pace.observe(job.tokens, job.predicted_s, seconds)
 
     def _top_up(self, landings: deque[Landing], groups: deque[np.ndarray], layer: int) -> None:
         """Starts copies as long as a buffer has none that is waited for."""
@@ -273,9 +248,8 @@ class CudaTier(DeviceTier):
     def abandon_step(self) -> None:
         self._step_end.record(torch.cuda.current_stream(self.device))
         job, self._open = self._open, None
-        # It reads staging memory, which should not be reused under it.
-        if job is not None and not job.ticket.settle(_ABANDON_S):
-            job.release_device()
+        if job is not None:
+            job.abandon()
 
     def start_write(self, write: SlotWrite) -> None:
         source = self._store.blocks(write.layer)[write.expert]
