@@ -90,7 +90,6 @@ fi
 if [ "$what" = two-gpus ]; then
   limit=300 script vllm_over_http --fast-dummy
   limit=300 script compare_vllm tokens --tp 2 --together --slots 8 0
-  limit=300 script compare_vllm speed plugin:0:2 --prompt 512 --fast-dummy
-  limit=300 script compare_vllm speed plugin:0 --prompt 512 --fast-dummy
+  limit=300 script compare_vllm speed plugin:0:2 plugin:0 --prompt 512 --fast-dummy
 fi
 exit $status

@@ -245,32 +245,6 @@ def test_idle_workers_use_no_processor_time() -> None:
         assert time.process_time() - start < 0.05
 
 
-@pytest.mark.parametrize(("spin_s", "least", "most"), [(200e-6, 0.0, 0.05), (30.0, 0.1, 0.4)])
-def test_workers_look_for_work_for_as_long_as_they_are_told(spin_s: float, least: float, most: float) -> None:
-    with CpuExperts(1, spin_s=spin_s) as engine:
-        batch = Batch(ExpertFormat(33, 17, torch.float32, SILU), 2, 1, 2, seed=0)
-        batch.run(engine)
-        time.sleep(0.05)
-        start = time.process_time()
-        time.sleep(0.3)
-        assert least <= time.process_time() - start < most
-
-
-def test_more_threads_than_cores_hardly_look() -> None:
-    with CpuExperts(len(os.sched_getaffinity(0)) + 1, spin_s=30) as engine:
-        batch = Batch(ExpertFormat(33, 17, torch.float32, SILU), 2, 1, 2, seed=0)
-        batch.run(engine)
-        time.sleep(0.1)
-        start = time.process_time()
-        time.sleep(0.3)
-        assert time.process_time() - start < 0.05
-
-
-def test_time_to_look_is_not_negative() -> None:
-    with pytest.raises(EngineError, match="less than no time"):
-        CpuExperts(1, spin_s=-1e-3)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_no_wake_up_is_lost(threads: int) -> None:
     """Jobs that arrive while workers fall asleep, which they do 200 us after the last one."""

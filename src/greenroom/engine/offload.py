@@ -19,7 +19,7 @@ from greenroom.engine.single_rows import SingleRows
 from greenroom.engine.spec import ModelSpec
 from greenroom.errors import ConfigError
 from greenroom.experts.counters import OffloadStats
-from greenroom.experts.cpu import SPIN_BESIDE_GPU_S, SPIN_S, CpuExperts
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.host_tier import HostTier
 from greenroom.experts.manager import OffloadManager
@@ -125,8 +125,7 @@ def offload_experts(
     on_gpu = device.type == "cuda"
     threads, cores = hardware.engine_cores(config.context_num_threads, beside_gpu=on_gpu)
     # Beside a GPU a batch decides anyway which experts the GPU computes, in another order.
-    spin_s = SPIN_BESIDE_GPU_S if on_gpu else SPIN_S
-    engine = CpuExperts(threads, cores, request.isa, batch_invariant=not on_gpu, spin_s=spin_s)
+    engine = CpuExperts(threads, cores, request.isa, batch_invariant=not on_gpu)
     try:
         store = _make_store(config, spec, device)
         try:

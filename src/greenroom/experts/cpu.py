@@ -26,14 +26,6 @@ from greenroom.kernels.cpu.library import NativeJob, NativeLinear, NativeMailbox
 logger = logging.getLogger(__name__)
 
 
-SPIN_S = 200e-6
-"""Longer than what a model without a GPU has between two layers' experts, most of the time."""
-
-SPIN_BESIDE_GPU_S = 5e-3
-"""Longer than what a GPU does between two layers of a prefill, and the host between two decode steps. The cores have
-nothing else to do meanwhile, and a thread that sleeps takes tens of microseconds to wake, on both sides."""
-
-
 _LATE_JOB_S = 5.0
 """Seconds without any progress after which ``close`` leaves a job to itself."""
 
@@ -52,7 +44,6 @@ class CpuExperts:
         cores: core numbers, one a worker, to which they are pinned; None leaves them to the scheduler.
         isa: instruction set; ``AUTO`` takes the best one.
         batch_invariant: a token's result does not depend, by a single bit, on the other tokens of its job.
-        spin_s: seconds that a worker without work looks for more before it sleeps.
         watchdog_s: seconds without any progress after which a job is no longer waited for.
 
     Raises:
@@ -66,7 +57,6 @@ class CpuExperts:
         cores: Sequence[int] | None = None,
         isa: Isa = Isa.AUTO,
         batch_invariant: bool = False,
-        spin_s: float = SPIN_S,
         watchdog_s: float = 60.0,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
@@ -77,9 +67,8 @@ class CpuExperts:
             raise ConfigError(f"{threads} CPU threads need as many core numbers, not {len(cores)}")
         self._library = load_library()
         handle = ctypes.c_void_p()
-        spin_us = round(spin_s * 1e6)
         numbers = None if cores is None else (ctypes.c_int32 * threads)(*cores)
-        if self._library.gr_engine_create(threads, numbers, int(isa), batch_invariant, spin_us, ctypes.byref(handle)):
+        if self._library.gr_engine_create(threads, numbers, int(isa), batch_invariant, ctypes.byref(handle)):
             raise EngineError(last_error(self._library))
         self._native = handle  # for jobs that are still waited for while the engine closes
         self._threads = threads

@@ -11,7 +11,7 @@ import torch
 
 from greenroom import hardware
 from greenroom.errors import ConfigError, MemoryLimitError
-from greenroom.experts.cpu import SPIN_BESIDE_GPU_S, SPIN_S, CpuExperts
+from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.host_tier import HostTier
 from greenroom.experts.manager import OffloadManager
@@ -128,8 +128,7 @@ class RankExperts:
         if not self._stores:
             raise ConfigError("--moe-offload found no routed experts in this model; remove it")
         threads, self.cores = rank_cores(self.options.context_num_threads, self.share)
-        spin_s = SPIN_BESIDE_GPU_S if self._on_gpu else SPIN_S
-        self.engine = CpuExperts(threads, self.cores, Isa.AUTO, batch_invariant=not self._on_gpu, spin_s=spin_s)
+        self.engine = CpuExperts(threads, self.cores, Isa.AUTO, batch_invariant=not self._on_gpu)
         store = HostStore.joined(self._stores)
         self._stores = [store]  # at once: whatever fails from here on, ``close`` unlocks it
         config, slots = self.options.to_config(), self.plan.slots

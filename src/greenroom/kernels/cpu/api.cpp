@@ -58,12 +58,11 @@ GR_EXPORT uint32_t gr_isa_supported(void) { return greenroom::supported_isas(); 
 GR_EXPORT int32_t gr_abi_version(void) { return GR_ABI_VERSION; }
 
 GR_EXPORT int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, int32_t batch_invariant,
-                                   int32_t spin_us, gr_engine **engine) {
+                                   gr_engine **engine) {
   return guarded([&] {
     *engine = nullptr;
     const greenroom::KernelChoice kernels{greenroom::choose_isa(isa), batch_invariant != 0};
-    const std::chrono::microseconds spin{spin_us};
-    *engine = new gr_engine{std::make_shared<greenroom::Engine>(threads, cores, kernels, spin)};
+    *engine = new gr_engine{std::make_shared<greenroom::Engine>(threads, cores, kernels)};
     return 0;
   });
 }

@@ -12,6 +12,9 @@
 namespace greenroom {
 namespace {
 
+// Longer than the gap between two layers of a decode step, and no longer: where other processes want the cores, threads
+// that look for work for milliseconds have used up their turn when it comes.
+constexpr std::chrono::microseconds kWorkerSpin{200};
 constexpr std::chrono::microseconds kCrowdedSpin{5};  // more threads than cores: someone else needs the core
 constexpr std::chrono::microseconds kWaiterSpin{50};
 constexpr uint32_t kRoundsAYield = 1024;       // of looking for requests; some ten microseconds
@@ -29,12 +32,11 @@ std::chrono::nanoseconds processor_time() {
 
 }  // namespace
 
-Engine::Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels, std::chrono::microseconds spin)
+Engine::Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels)
     : kernels_(kernels), threads_(static_cast<uint32_t>(std::max(threads, 0))) {
   if (threads < 1) throw std::invalid_argument("an engine needs at least one thread, not " + std::to_string(threads));
-  if (spin.count() < 0) throw std::invalid_argument("threads cannot look for work for less than no time");
   const uint32_t cores_here = usable_cores();
-  spin_ = threads_ <= cores_here ? spin : std::min(spin, kCrowdedSpin);
+  spin_ = threads_ <= cores_here ? kWorkerSpin : kCrowdedSpin;
   rounds_a_yield_ = threads_ < cores_here ? kRoundsAYield : kCrowdedRoundsAYield;
   for (uint32_t i = 0; i < threads_; ++i) scratch_.push_back(std::make_unique<GrowingBuffer>());
   try {

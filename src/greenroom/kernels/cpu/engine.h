@@ -23,9 +23,8 @@ namespace greenroom {
 
 class Engine {
  public:
-  // Throws std::invalid_argument and std::system_error. cores: null or one number a thread. spin: how long a worker
-  // without work looks for more before it sleeps.
-  Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels, std::chrono::microseconds spin);
+  // Throws std::invalid_argument and std::system_error. cores: null or one number a thread.
+  Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels);
   ~Engine();
   Engine(const Engine &) = delete;
   Engine &operator=(const Engine &) = delete;

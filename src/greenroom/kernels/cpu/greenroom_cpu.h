@@ -105,9 +105,8 @@ uint32_t gr_isa_supported(void);
 int32_t gr_abi_version(void);
 
 /* threads >= 1; cores: one core number a thread, or null to leave the threads unpinned. batch_invariant: 1 if a token's
- * result must not depend, by a single bit, on which other tokens are in the job. spin_us >= 0: how long a thread without
- * work looks for more before it sleeps; next to nothing if there are fewer cores than threads. */
-int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, int32_t batch_invariant, int32_t spin_us,
+ * result must not depend, by a single bit, on which other tokens are in the job. */
+int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, int32_t batch_invariant,
                          gr_engine **engine);
 
 /* Disarms all mailboxes, waits for jobs, then ends the threads. Its mailboxes may be destroyed later. */

@@ -96,7 +96,7 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
         raise EngineError(f"{path} has interface version {version}, not {ABI_VERSION}; reinstall greenroom")
     library.gr_isa_supported.argtypes = []
     library.gr_isa_supported.restype = c_uint32
-    library.gr_engine_create.argtypes = [c_int32, POINTER(c_int32), c_int32, c_int32, c_int32, POINTER(c_void_p)]
+    library.gr_engine_create.argtypes = [c_int32, POINTER(c_int32), c_int32, c_int32, POINTER(c_void_p)]
     library.gr_engine_create.restype = c_int32
     library.gr_engine_destroy.argtypes = [c_void_p]
     library.gr_engine_destroy.restype = None

@@ -65,19 +65,16 @@ class Parking {
   }
 
  private:
-  static constexpr uint32_t kRoundsAYield = 32;  // some tens of microseconds
-
   template <class Ready>
   static bool spin_until(Ready &ready, std::chrono::microseconds spin) {
     const auto start = std::chrono::steady_clock::now();
-    for (uint32_t round = 1;; ++round) {
+    do {
       for (int i = 0; i < 32; ++i) {
         if (ready()) return true;
         pause_briefly();
       }
-      if (std::chrono::steady_clock::now() - start >= spin) return false;
-      if (round % kRoundsAYield == 0) std::this_thread::yield();  // somebody may need this core meanwhile
-    }
+    } while (std::chrono::steady_clock::now() - start < spin);
+    return false;
   }
 
   // Once; whether it is ready then. limit: null for none.
