@@ -1,6 +1,7 @@
 """Jobs of the engine that do not get on: nobody waits for them for ever, and nothing is freed under them."""
 
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +84,35 @@ def test_a_batch_that_hangs_keeps_its_memory_until_it_ends() -> None:
         engine.throttle(1)
         ticket.wait()
         assert alive() is None
+
+
+_IS_STOPPED = """
+import threading
+from greenroom.experts.cpu import CpuExperts
+from tests.kernels.test_cpu_engine_hangs import AGES, make_batch
+
+batch = make_batch()
+with CpuExperts(1, watchdog_s=2.4) as engine:
+    batch.run(engine)
+    engine.throttle(AGES)
+    threading.Timer(4.0, engine.throttle, [1]).start()
+    print("waits", flush=True)
+    batch.run(engine)
+print("goes on", flush=True)
+"""
+
+
+def test_while_the_process_is_stopped_nothing_is_waited_for() -> None:
+    """It is stopped for longer than the limit, and runs for less until the job gets on."""
+    with subprocess.Popen([sys.executable, "-c", _IS_STOPPED], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "waits\n"
+        time.sleep(0.2)
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout.read() == "goes on\n"
+    assert child.returncode == 0
 
 
 _CLOSES = """

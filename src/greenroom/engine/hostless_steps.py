@@ -3,7 +3,6 @@
 The passes run eagerly or are captured as CUDA graphs; what they compute, and into which tensors, is their caller's.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -16,6 +15,7 @@ from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.decode_steps import DecodeSteps
 from greenroom.experts.mailbox import Mailboxes
+from greenroom.watchdog import Watchdog
 
 WARM_UP_STEPS = 2
 """Before a capture: they compile kernels, and let libraries allocate what they keep."""
@@ -210,9 +210,9 @@ class HostlessSteps:
         """
         if self._end is None:
             return
-        deadline = time.monotonic() + self._watchdog_s
+        watchdog = Watchdog(self._watchdog_s)
         while not self._end.query():
-            if time.monotonic() > deadline:
+            if watchdog.expired():
                 raise TimeoutError
 
 

@@ -11,7 +11,6 @@ anything, so vLLM's warm-up steps, which captures follow, are closed at once.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +25,7 @@ from greenroom.experts.mailbox import Mailboxes
 from greenroom.vllm_plugin.conflicts import MAX_GRAPH_TOKENS
 from greenroom.vllm_plugin.rank import RankExperts
 from greenroom.vllm_plugin.steps import StepDriver, T
+from greenroom.watchdog import Watchdog
 
 IDLE_S = 0.02
 """Behind a step for so long the CPU engine's threads stay awake for the next one."""
@@ -55,11 +55,11 @@ class _Reached:
 
 @dataclass(frozen=True)
 class _Open:
-    """A step whose work has been enqueued: ``end`` is behind it; ``since`` by time.monotonic."""
+    """A step whose work has been enqueued: ``end`` is behind it."""
 
     end: Marker
     learn: bool
-    since: float
+    watchdog: Watchdog
 
 
 class GpuStepDriver(StepDriver):
@@ -167,7 +167,7 @@ class GpuStepDriver(StepDriver):
         except BaseException:
             self._given_up = steps.abandon()
             raise
-        self._opened = _Open(end, self.rows is not None, time.monotonic())
+        self._opened = _Open(end, self.rows is not None, Watchdog(self._watchdog_s))
         if self.rows is None:
             self._close_step()
         self._news.set()
@@ -224,7 +224,7 @@ class GpuStepDriver(StepDriver):
                     self._close_step()
             finally:
                 self._lock.release()
-        if time.monotonic() - opened.since > self._watchdog_s:
+        if opened.watchdog.expired():
             with self._verdict:
                 if self._opened is opened and self._given_up is None:
                     self._given_up = f"{self._steps.abandon()} within {self._watchdog_s:g} s"

@@ -17,6 +17,7 @@ namespace {
 constexpr std::chrono::microseconds kWorkerSpin{200};
 constexpr std::chrono::microseconds kCrowdedSpin{5};  // more threads than cores: someone else needs the core
 constexpr std::chrono::microseconds kWaiterSpin{50};
+constexpr int kLooks = 8;  // without progress, until a wait is given up: a process that was stopped misses one only
 constexpr uint32_t kRoundsAYield = 1024;       // of looking for requests; some ten microseconds
 constexpr uint32_t kCrowdedRoundsAYield = 16;  // no core is left for the thread that drives the device
 
@@ -114,9 +115,11 @@ std::optional<std::string> Engine::wait(uint64_t ticket, std::chrono::millisecon
     record = found->second;
   }
   const auto done = [&] { return record->done.load(std::memory_order_seq_cst); };
-  for (auto before = progress(); !record->parking.wait_for(done, kWaiterSpin, limit);) {
+  auto before = progress();
+  for (int idle = 0; !record->parking.wait_for(done, kWaiterSpin, std::chrono::microseconds(limit) / kLooks);) {
     const auto now = progress();
-    if (now == before) return std::nullopt;
+    idle = now == before ? idle + 1 : 0;
+    if (idle == kLooks) return std::nullopt;
     before = now;
   }
   const std::lock_guard<std::mutex> lock(mutex_);

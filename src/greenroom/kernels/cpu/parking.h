@@ -44,9 +44,9 @@ class Parking {
 
   // False if it is not ready once `limit` has passed.
   template <class Ready>
-  bool wait_for(Ready ready, std::chrono::microseconds spin, std::chrono::milliseconds limit) {
+  bool wait_for(Ready ready, std::chrono::microseconds spin, std::chrono::microseconds limit) {
     const auto end = std::chrono::steady_clock::now() + limit;
-    if (spin_until(ready, std::min(spin, std::chrono::microseconds(limit)))) return true;
+    if (spin_until(ready, std::min(spin, limit))) return true;
     for (;;) {
       const std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
       if (left.count() <= 0) return ready();

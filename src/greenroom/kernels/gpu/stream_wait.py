@@ -1,12 +1,12 @@
 """Makes a stream wait for a word in page-locked memory; captured in CUDA graphs like any other work."""
 
 import ctypes
-import time
 
 import torch
 
 from greenroom.errors import EngineError
 from greenroom.hardware import cuda_driver
+from greenroom.watchdog import Watchdog
 
 _WAIT_REACHED, _WAIT_EQUAL = 0x0, 0x1
 """The word minus the value is not negative; the word is the value."""
@@ -61,7 +61,7 @@ def _enqueue(word: torch.Tensor, value: int, condition: int, device: torch.devic
 
 def _block(word: torch.Tensor, limit_s: float) -> None:
     view = word.numpy()
-    deadline = time.monotonic() + limit_s
+    watchdog = Watchdog(limit_s)
     while view[0] != 1:
-        if time.monotonic() > deadline:
+        if watchdog.expired():
             raise TimeoutError(f"the CPU engine did not answer within {limit_s:g} s")
