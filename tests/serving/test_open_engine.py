@@ -18,7 +18,7 @@ from greenroom.serving.engine import ModelFacts, ServingEngine
 from greenroom.serving.open import end_tokens, open_engine
 from greenroom.serving.requests import Finished, FinishReason, SamplingParams
 from tests.engine.offloaded import saved_family
-from tests.serving.test_engine import Client
+from tests.serving.gated import Client
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
