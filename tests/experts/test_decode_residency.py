@@ -294,7 +294,8 @@ def what_has_landed_stays_unknown(patch: Patch) -> None:
     real = ExpertCache.settle
 
     def mutant(self, landed):
-        layer, place, slot = self._offered.layer, self._offered.place, self._offered.slot
+        offered = self._offered.slots
+        layer, place, slot = offered.layer, offered.place, offered.slot
         landed = landed.copy()
         full = self.expert_in[layer, slot] != ABSENT
         landed[layer[full], place[full]] = ABSENT

@@ -180,6 +180,39 @@ def test_what_is_offered_is_neither_written_by_a_copy_nor_offered_again():
     assert cache.may_be_offered().tolist() == [[True, False, True]]
 
 
+def test_what_was_chosen_before_is_offered_unless_a_copy_spoils_it():
+    cache = filled_cache()
+    chosen = offered(cache, [[0, 1]])
+    cache.prepare_offer(chosen)
+    cache.check()
+    assert cache.version[0].tolist() == [2, 0, 2], "not offered yet"
+    write = cache.unmap_and_write(0, Swap(3, 1, ABSENT))
+    with pytest.raises(ValueError, match="being written"):
+        cache.offer(chosen)
+    cache.map_landed(write)
+    with pytest.raises(ValueError, match="does not hold"):
+        cache.offer(chosen)
+    chosen = offered(cache, [[2, 1]])
+    cache.prepare_offer(chosen)
+    cache.offer(chosen)
+    cache.check()
+    assert cache.version[0].tolist() == [2, 3, 3]
+    cache.settle(np.array([[ABSENT, 5]]))
+    cache.check()
+    assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, 0, 1]
+    with pytest.raises(ValueError, match="does not hold"):
+        cache.prepare_offer(chosen)
+
+
+def test_another_choice_than_the_prepared_one_may_be_offered():
+    cache = filled_cache()
+    cache.prepare_offer(offered(cache, [[0, 1]]))
+    cache.offer(offered(cache, [[2]]))
+    assert cache.version[0].tolist() == [2, 0, 3]
+    cache.settle(None)
+    cache.check()
+
+
 @pytest.mark.parametrize("slots", [0, 4])
 def test_layers_that_hold_nothing_or_everything_offer_nothing(slots):
     assert not ExpertCache([4], [slots]).may_be_offered().any()
@@ -275,7 +308,7 @@ def test_the_device_lands_what_the_rules_say(tokens, top_k, parts):
             offers = choose_offers(
                 scores, scores, cache.expert_in, cache.may_be_offered(), cache.being_written(), 3, 1.0
             )
-            manager._offers, manager._offered_places = offers, 3
+            manager.next_offers, manager._offered_places = offers, 3
             check(run(steps, tokens, 0, batch), batch, manager, tokens)
             counts = np.bincount(batch[1].reshape(-1).numpy(), minlength=14)
             absent = [e for e in range(14) if counts[e] and before[e] == ABSENT]

@@ -255,9 +255,9 @@ def copies_do_not_drop_the_choice(patch: Patch) -> None:
     real = OffloadManager._admit
 
     def mutant(self, landing=False):
-        kept = self._offers
+        kept = self.next_offers
         real(self, landing)
-        self._offers = kept
+        self.next_offers = kept
 
     patch.setattr(OffloadManager, "_admit", mutant)
 
@@ -289,11 +289,10 @@ MUTANTS: list[Callable[[Patch], None]] = [
 def test_the_test_notices(mutant, monkeypatch):
     mutant(monkeypatch)
     # The cache's own look at what it is offered must not be what saves the day.
-    monkeypatch.setattr(ExpertCache, "offer", offer_unseen)
+    monkeypatch.setattr(ExpertCache, "prepare_offer", prepare_unseen)
     with pytest.raises((AssertionError, ValueError)):
         exercise(1, [4, 4, 4], "lru", 2, 300)
 
 
-def offer_unseen(self, slots):
-    self.version[slots.layer, slots.slot] += 1
-    self._offered = slots
+def prepare_unseen(self, slots):
+    self._prepared = self._shape(slots)

@@ -100,7 +100,7 @@ def test_boxes_and_formats_are_copied_and_outlive_their_engine() -> None:
     library.gr_engine_destroy(engine)
     assert library.gr_mailboxes_arm(handle) == 1
     assert "has ended" in last_error(library)
-    assert library.gr_mailboxes_disarm(handle) == 0
+    assert library.gr_mailboxes_disarm(handle, ctypes.byref(ctypes.c_int32())) == 0
     late = ctypes.c_int32(-1)
     assert library.gr_mailboxes_abandon(handle, 20_000, ctypes.byref(late)) == 0
     assert late.value == 0, "the end of the engine ends its jobs"

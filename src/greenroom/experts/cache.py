@@ -32,7 +32,16 @@ class SlotWrite:
     expert: int
 
 
-_NOTHING_OFFERED = OfferedSlots(*(np.zeros(0, dtype=np.int64),) * 4)
+@dataclass(frozen=True)
+class _Offer:
+    """Slots that may be offered, in the shapes that ``offer`` and ``settle`` want them in.
+
+    mask: int64 [layers, slots], 1 for them. slot_at: by layer and place.
+    """
+
+    slots: OfferedSlots
+    mask: np.ndarray
+    slot_at: dict[tuple[int, int], int]
 
 
 class ExpertCache:
@@ -58,7 +67,8 @@ class ExpertCache:
         self._writing: list[dict[int, int]] = [{} for _ in num_experts]  # of each layer, slot -> expert
         self._arriving = np.zeros((layers, max(num_experts)), dtype=bool)
         self._partial = np.array([0 < slots < experts for slots, experts in zip(num_slots, num_experts, strict=True)])
-        self._offered = _NOTHING_OFFERED
+        self._prepared: _Offer | None = None
+        self._offered: _Offer | None = None
 
     def layer_map(self, layer: int) -> np.ndarray:
         """int32 [experts]: a view of the layer's row of the map."""
@@ -84,9 +94,24 @@ class ExpertCache:
     def at_stake(self) -> np.ndarray:
         """bool [layers, experts]: residents of slots that are offered."""
         mask = np.zeros(self.slot_of.shape, dtype=bool)
-        layer, resident = self._offered.layer, self.expert_in[self._offered.layer, self._offered.slot]
+        if self._offered is None:
+            return mask
+        slots = self._offered.slots
+        layer, resident = slots.layer, self.expert_in[slots.layer, slots.slot]
         mask[layer[resident != ABSENT], resident[resident != ABSENT]] = True
         return mask
+
+    def prepare_offer(self, slots: OfferedSlots) -> None:
+        """What ``offer`` does of its work while the step before runs: the slots may be offered now, and will be unless
+        a copy is started. What that step writes was offered to it, so none of it is among them.
+
+        Raises:
+            ValueError: one is being written or offered, or it does not hold its ``resident``.
+        """
+        at = slots.layer, slots.slot
+        if ((self.version[at] & 1) | (self.expert_in[at] != slots.resident)).any():
+            raise ValueError("a slot was offered that is being written, or that does not hold what it is said to")
+        self._prepared = self._shape(slots)
 
     def offer(self, slots: OfferedSlots) -> None:
         """Lets the step that begins write slots, different ones.
@@ -94,15 +119,14 @@ class ExpertCache:
         Raises:
             ValueError: some are offered already, or one is being written, or it does not hold its ``resident``.
         """
-        if len(self._offered.layer):
+        if self._offered is not None:
             raise ValueError("slots are offered already")
-        at = slots.layer, slots.slot
-        version = self.version[at]
-        # One pass for both, since a step waits for it.
-        if ((version & 1) | (self.expert_in[at] != slots.resident)).any():
-            raise ValueError("a slot was offered that is being written, or that does not hold what it is said to")
-        self.version[at] = version + 1
-        self._offered = slots
+        if self._prepared is None or self._prepared.slots is not slots:
+            self.prepare_offer(slots)
+        self._offered, self._prepared = self._prepared, None
+        assert self._offered is not None
+        # One operation: the device idles, and with other threads' weights in the caches each takes microseconds.
+        self.version += self._offered.mask
 
     def settle(self, landed: np.ndarray | None) -> tuple[list[int], list[int]]:
         """Ends the offer, once the step has ended: what has landed enters the map, what it displaced leaves.
@@ -116,19 +140,30 @@ class ExpertCache:
         Returns:
             The layer of each expert that entered the map, and of each that left it.
         """
-        offered, self._offered = self._offered, _NOTHING_OFFERED
-        self.version[offered.layer, offered.slot] += 1
-        if landed is None:
-            experts = np.full(len(offered.layer), ABSENT)
-            written = np.arange(len(experts))
-        else:
-            experts = landed[offered.layer, offered.place]
-            written = np.flatnonzero(experts != ABSENT)
+        offered, self._offered = self._offered, None
+        if offered is None:
+            return [], []
+        self.version += offered.mask
         # One by one: of all that was offered, little is written.
-        writes = [(int(offered.layer[n]), int(offered.slot[n]), int(experts[n])) for n in written.tolist()]
+        if landed is None:
+            writes = [(layer, slot, ABSENT) for (layer, _), slot in offered.slot_at.items()]
+        else:
+            told = ((layer, row) for layer, row in enumerate(landed.tolist()))
+            writes = [
+                (layer, offered.slot_at[layer, place], expert)
+                for layer, row in told
+                for place, expert in enumerate(row)
+                if expert != ABSENT and (layer, place) in offered.slot_at
+            ]
         left = [layer for layer, slot, _ in writes if self._empty(layer, slot)]
         entered = [layer for layer, slot, expert in writes if self._enter(layer, slot, expert)]
         return entered, left
+
+    def _shape(self, slots: OfferedSlots) -> _Offer:
+        mask = np.zeros(self.version.shape, dtype=np.int64)
+        mask[slots.layer, slots.slot] = 1
+        places = zip(slots.layer.tolist(), slots.place.tolist(), strict=True)
+        return _Offer(slots, mask, dict(zip(places, slots.slot.tolist(), strict=True)))
 
     def _empty(self, layer: int, slot: int) -> bool:
         """Takes what the slot holds out of the map, if it holds anything."""
@@ -153,6 +188,7 @@ class ExpertCache:
             raise ValueError(f"slot {swap.slot} of layer {layer} does not hold expert {swap.victim}")
         if self.slot_of[layer, swap.expert] != ABSENT or self._arriving[layer, swap.expert]:
             raise ValueError(f"expert {swap.expert} of layer {layer} is resident or on its way already")
+        self._prepared = None  # it may be one of those
         if swap.victim != ABSENT:
             self.slot_of[layer, swap.victim] = ABSENT
         self.expert_in[layer, swap.slot] = ABSENT
@@ -172,7 +208,8 @@ class ExpertCache:
 
     def check(self) -> None:
         """Raises AssertionError unless map, slots and versions agree."""
-        offered = set(zip(self._offered.layer.tolist(), self._offered.slot.tolist(), strict=True))
+        slot_at = {} if self._offered is None else self._offered.slot_at
+        offered = {(layer, slot) for (layer, _), slot in slot_at.items()}
         for layer, (experts, slots) in enumerate(zip(self.num_experts, self.num_slots, strict=True)):
             for expert, slot in enumerate(self.slot_of[layer]):
                 assert slot == ABSENT or (expert < experts and slot < slots), f"layer {layer}: {expert} -> {slot}"

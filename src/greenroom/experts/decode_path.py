@@ -6,8 +6,8 @@ allocated or synchronised, so a whole step can be captured in a CUDA graph and r
 
 Who writes what:
 
-- The host writes the ``StepTable`` before a step's work is enqueued and after the copy of the step before has been
-  made.
+- The host writes the ``StepTable`` before a step's work is enqueued: into one of two twins, of which the other one's
+  copy may still be made for the step that runs.
 - Buffers on the device belong to one stream: its order keeps layers apart.
 - The fetch buffer is filled and read on a stream of its own, behind the dispatch kernel, while resident experts run;
   the two streams meet again before combine. Each entry has its own rows of activations and outputs. Cache slots in
@@ -105,7 +105,7 @@ class DecodePath:
         return self._buffers.nbytes
 
     def begin_step(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
-        """Enqueues what the step's kernels need to know. The copy of the step before must have been made.
+        """Enqueues what the step's kernels need to know. The step before must have ended.
 
         Args:
             rows: of the batch that are no padding; they come first.
@@ -114,6 +114,11 @@ class DecodePath:
             offers: cache slots for experts to land in; of each layer the first ``places``.
         """
         self._table.publish(rows, stream_parts, offers)
+
+    def prepare_step(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
+        """While a step runs: writes down what ``begin_step`` will most likely be called with, so that it has less to
+        do. Nothing else comes of it."""
+        self._table.prepare(rows, stream_parts, offers)
 
     def _may_miss(self, layer: int) -> bool:
         """A layer with a slot for each expert is filled before the first step and stays so."""

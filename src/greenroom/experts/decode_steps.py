@@ -181,8 +181,8 @@ class DecodeSteps:
         """
         number, self._number = self._number, self._number + 1
         try:
-            self._disarm()
-            self._raise_failure(number)
+            if self._disarm():
+                self._raise_failure(number)
             if learn:
                 self._keep()
         finally:
@@ -214,6 +214,8 @@ class DecodeSteps:
             StepRecord(finished.ids, finished.weights, finished.lanes[..., :3].sum(axis=0), finished.landing)
         )
         self.split.observe(finished.times(self._inter, self.path.timed))
+        # Most likely the next step is like this one.
+        self.path.prepare_step(finished.ids.shape[1], self.split.stream_parts(), self._manager.next_offers)
 
     def _keep(self) -> None:
         self._finished = FinishedStep.of(self._parts, self._landing)
@@ -230,9 +232,10 @@ class DecodeSteps:
         finally:
             self._manager.leave_step()
 
-    def _disarm(self) -> None:
-        for part in self._parts:
-            part.path.mailboxes.disarm()
+    def _disarm(self) -> bool:
+        """Whether a job has failed."""
+        failed = [part.path.mailboxes.disarm() for part in self._parts]
+        return any(failed)
 
     def _raise_failure(self, number: int) -> None:
         """Of all failures the first one; the others would otherwise be taken for the next step's."""

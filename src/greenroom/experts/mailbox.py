@@ -77,6 +77,9 @@ class Mailboxes:
         self._closed = False
         self._abandoned = False
         self._ended = False  # closed, and no job is under way
+        # Made once: each step asks, and the device idles meanwhile.
+        self._failed = ctypes.c_int32()
+        self._failed_at = ctypes.byref(self._failed)
         self.request = _lines(layers, torch.int32, pin_memory)
         self.request[:, _DIVIDED_WORD] = -1
         self.done = _lines(layers, torch.int32, pin_memory)
@@ -132,10 +135,18 @@ class Mailboxes:
                 raise EngineError("the mailboxes are closed")
             self._check(self._library.gr_mailboxes_arm(self._handle))
 
-    def disarm(self) -> None:
-        """Waits for jobs that were begun and lets the workers sleep. Requests not seen by then stay posted."""
+    def disarm(self) -> bool:
+        """Waits for jobs that were begun and lets the workers sleep. Requests not seen by then stay posted.
+
+        Returns:
+            Whether a job has failed, and ``raise_failure`` has not been called since.
+        """
         with self._lock:
-            self._check(self._library.gr_mailboxes_disarm(self._handle))
+            self._disarm()
+            return self._failed.value != 0
+
+    def _disarm(self) -> None:
+        self._check(self._library.gr_mailboxes_disarm(self._handle, self._failed_at))
 
     def abandon(self, limit_s: float) -> bool:
         """Gives the mailboxes up, for good: requests are dropped and done of every layer is raised, both at once.
@@ -176,7 +187,7 @@ class Mailboxes:
                 return
             self._closed = True
             if not self._abandoned:
-                self._check(self._library.gr_mailboxes_disarm(self._handle))
+                self._disarm()
             elif not self.abandon(LATE_JOB_S):
                 logger.warning(
                     "the CPU engine's job of layer %s was given up and has not ended within %g s more; "

@@ -55,6 +55,7 @@ class OffloadManager:
         layers: one ``OffloadedExperts`` for each layer of the store.
         runs_without_host: inside ``without_host``.
         places: slots a layer that are offered to a decode step, for experts to land in.
+        next_offers: chosen while a step runs, for the next one if nothing happens before.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class OffloadManager:
         self.places = min(update_expert_num, MOST_PLACES)
         self._update_expert_num = update_expert_num
         self._displaced: list[int] = []  # by what landed in the last step: layers, one entry a resident
-        self._offers: Offers | None = None  # for the next step, chosen while this one runs
+        self.next_offers: Offers | None = None
         self._offered_places = 0  # a layer, of the last step that was offered any
         self._preload()
 
@@ -176,7 +177,7 @@ class OffloadManager:
         try:
             self.tier.abandon_step()
         finally:
-            self._offers = None
+            self.next_offers = None
             self._count_landed(*self.cache.settle(None))
             self._clear_step()
 
@@ -186,7 +187,7 @@ class OffloadManager:
         Args:
             places: slots a layer at most.
         """
-        offers, self._offers = self._offers, None
+        offers, self.next_offers = self.next_offers, None
         if offers is None or places != self._offered_places:
             offers = self.admission.offers(self.cache, places)
         self._offered_places = places
@@ -225,7 +226,8 @@ class OffloadManager:
         if record.landing:
             # Behind the copies that were started now, and none of the slots that the running step may write: so the
             # next step finds what is chosen as it is, unless copies are started in between (``_admit``).
-            self._offers = self.admission.offers(self.cache, self._offered_places)
+            self.next_offers = self.admission.offers(self.cache, self._offered_places)
+            self.cache.prepare_offer(self.next_offers.slots)
 
     @contextmanager
     def without_host(self, run: RunLayer) -> Iterator[None]:
@@ -260,7 +262,7 @@ class OffloadManager:
         More would take the link from the misses of the next steps for longer than they help; what is
         worth a slot will be asked for again.
         """
-        self._offers = None
+        self.next_offers = None
         under_way = int(self.cache.being_written().sum())
         swaps = self.admission.end_step(self.cache)
         if landing:

@@ -122,9 +122,10 @@ GR_EXPORT int32_t gr_mailboxes_arm(gr_mailboxes *mailboxes) {
   });
 }
 
-GR_EXPORT int32_t gr_mailboxes_disarm(gr_mailboxes *mailboxes) {
+GR_EXPORT int32_t gr_mailboxes_disarm(gr_mailboxes *mailboxes, int32_t *failed) {
   return guarded([&] {
     mailboxes->engine->disarm(mailboxes->boxes);
+    *failed = mailboxes->boxes.has_failure();
     return 0;
   });
 }

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 9
+#define GR_ABI_VERSION 10
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -140,8 +140,9 @@ void gr_mailboxes_destroy(gr_mailboxes *mailboxes);
  * mailboxes and gr_submit run in the order in which they were seen. */
 int32_t gr_mailboxes_arm(gr_mailboxes *mailboxes);
 
-/* Waits for jobs of these mailboxes that were seen; later requests stay where they are. */
-int32_t gr_mailboxes_disarm(gr_mailboxes *mailboxes);
+/* Waits for jobs of these mailboxes that were seen; later requests stay where they are. *failed: 1 if there is something
+ * for gr_mailboxes_failure to tell. */
+int32_t gr_mailboxes_disarm(gr_mailboxes *mailboxes, int32_t *failed);
 
 /* 0: no job failed since the last call. Otherwise gr_last_error has the first one's sentence, *index its mailbox. */
 int32_t gr_mailboxes_failure(gr_mailboxes *mailboxes, int32_t *index);

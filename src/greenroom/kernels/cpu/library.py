@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 _PATH = Path(__file__).with_name("libgreenroom_cpu.so")
 
 
@@ -114,10 +114,10 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
     library.gr_mailboxes_create.restype = c_int32
     library.gr_mailboxes_destroy.argtypes = [c_void_p]
     library.gr_mailboxes_destroy.restype = None
-    for name in ("arm", "disarm"):
-        function = getattr(library, f"gr_mailboxes_{name}")
-        function.argtypes = [c_void_p]
-        function.restype = c_int32
+    library.gr_mailboxes_arm.argtypes = [c_void_p]
+    library.gr_mailboxes_arm.restype = c_int32
+    library.gr_mailboxes_disarm.argtypes = [c_void_p, POINTER(c_int32)]
+    library.gr_mailboxes_disarm.restype = c_int32
     library.gr_mailboxes_abandon.argtypes = [c_void_p, c_int64, POINTER(c_int32)]
     library.gr_mailboxes_abandon.restype = c_int32
     library.gr_mailboxes_failure.argtypes = [c_void_p, POINTER(c_int32)]

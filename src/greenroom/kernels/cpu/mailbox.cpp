@@ -102,6 +102,11 @@ void Mailboxes::report(int32_t index, const char *sentence) noexcept {
   }
 }
 
+bool Mailboxes::has_failure() {
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  return failed_ >= 0;
+}
+
 bool Mailboxes::take_failure(int32_t *index, std::string *sentence) {
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   if (failed_ < 0) return false;

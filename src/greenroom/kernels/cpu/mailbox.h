@@ -75,6 +75,7 @@ class Mailboxes {
   // Keeps the first failure until it is taken.
   void report(int32_t index, const char *sentence) noexcept;
   bool take_failure(int32_t *index, std::string *sentence);
+  bool has_failure();
 
  private:
   friend class Engine;
