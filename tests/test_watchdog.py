@@ -3,7 +3,7 @@
 import pytest
 
 from greenroom import watchdog
-from greenroom.watchdog import Watchdog
+from greenroom.watchdog import Watchdog, wait_until
 
 
 class Clock:
@@ -44,3 +44,16 @@ def test_a_stop_counts_as_an_eighth_of_the_limit_at_most(clock: Clock) -> None:
 
 def test_a_limit_of_nothing_is_over_at_once(clock: Clock) -> None:
     assert Watchdog(0.0).expired()
+
+
+def test_waiting_ends_with_what_it_waits_for_or_with_the_limit(clock: Clock) -> None:
+    def later() -> bool:
+        clock.now += 0.5
+        return clock.now >= until
+
+    until = 109.0
+    wait_until(later, 10.0, "it did not come")
+    assert clock.now == until
+    until = 200.0
+    with pytest.raises(TimeoutError, match=r"it did not come within 10 s"):
+        wait_until(later, 10.0, "it did not come")

@@ -1,6 +1,7 @@
 """Watchdog: how long something that may never end has been waited for."""
 
 import time
+from collections.abc import Callable
 
 _LOOKS = 8
 """Looks that it takes at least to find the limit over."""
@@ -24,3 +25,18 @@ class Watchdog:
         self._left -= min(now - self._at, self._most)
         self._at = now
         return self._left <= 0
+
+
+def wait_until(ready: Callable[[], bool], limit_s: float, late: str) -> None:
+    """Looks again and again, without a pause.
+
+    Args:
+        late: what an error says did not happen.
+
+    Raises:
+        TimeoutError: it is not ready within ``limit_s`` of this process running.
+    """
+    watchdog = Watchdog(limit_s)
+    while not ready():
+        if watchdog.expired():
+            raise TimeoutError(f"{late} within {limit_s:g} s")

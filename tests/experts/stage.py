@@ -19,6 +19,9 @@ WIDE = ExpertFormat(512, 256, torch.bfloat16, SILU)
 SLOW = ExpertFormat(1024, 512, torch.float32, SILU)
 EXPERTS = 5
 
+AGES = 1e12
+"""A throttle under which no work ends before the throttle is changed."""
+
 
 def filled(store: HostStore) -> HostStore:
     generator = torch.Generator().manual_seed(1)

@@ -23,13 +23,12 @@ from greenroom.experts.policies import make_policy
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.store import HostStore
 from greenroom.experts.ticket import Ticket
-from tests.experts.driver import ALL_ON_CPU, ALL_STREAMED, BOTH_LANES
+from tests.experts.driver import ALL_ON_CPU, BOTH_LANES
+from tests.experts.stage import AGES
+from tests.experts.tier_checks import EXPERTS, LANES, LAYERS, check_slots
 from tests.reference.expert_math import moe_float64
 
 pytestmark = pytest.mark.cuda
-
-EXPERTS, LAYERS = 12, 3
-LANES = {"cpu": ALL_ON_CPU, "streamed": ALL_STREAMED, "both": BOTH_LANES}
 
 
 def make_format(dtype: torch.dtype = torch.float32, **changes) -> ExpertFormat:
@@ -82,17 +81,6 @@ def run_step(manager: OffloadManager, layers: int) -> None:
     with manager.step():
         for layer in range(layers):
             run_layer(manager, layer, 2, 3)
-
-
-def check_slots(manager: OffloadManager) -> None:
-    """Every mapped slot holds its expert's bytes."""
-    manager.check_invariants()
-    torch.cuda.synchronize()
-    for layer in range(LAYERS):
-        for expert, slot in enumerate(manager.cache.layer_map(layer)):
-            if slot != ABSENT:
-                held = manager.tier._slots[layer][slot].cpu()
-                assert torch.equal(held, manager.store.blocks(layer)[expert]), f"layer {layer}, slot {slot}"
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -222,7 +210,7 @@ def test_a_cpu_that_hangs_is_noticed_and_holds_up_nobody(layers):
                 for layer, batch in enumerate(batches):
                     manager.layers[layer].forward(*batch)
 
-        engine.throttle(1e12)
+        engine.throttle(AGES)
         with pytest.raises(EngineError, match="layer 0: the CPU engine has not got on"):
             step()
         started = time.monotonic()

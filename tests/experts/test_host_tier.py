@@ -10,7 +10,7 @@ from greenroom.experts.manager import OffloadManager
 from greenroom.experts.policies import make_policy
 from greenroom.experts.store import HostStore
 from tests.experts.driver import ALL_ON_CPU
-from tests.experts.stage import EXPERTS, SMALL, filled
+from tests.experts.stage import AGES, EXPERTS, SMALL, filled
 from tests.reference.expert_math import moe_float64
 
 LAYERS, TOKENS, TOP_K = 2, 3, 2
@@ -33,7 +33,7 @@ def test_a_step_whose_cpu_hangs_fails_and_names_the_layer() -> None:
                 with manager.step():
                     for layer in range(LAYERS):
                         if layer == hangs_at:
-                            engine.throttle(1e12)
+                            engine.throttle(AGES)
                         run(layer)
 
             for hangs_at in (1, 0):

@@ -17,13 +17,10 @@ import torch
 from greenroom.errors import EngineError
 from greenroom.experts import mailbox
 from greenroom.experts.mailbox import Mailboxes
-from tests.experts.stage import SMALL, WIDE, Stage
+from tests.experts.stage import AGES, SMALL, WIDE, Stage
 from tests.reference.posting_device import PostingDevice
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-AGES = 1e12
-"""A throttle under which no job ends before the throttle is changed."""
 
 SOON, LIMIT = 0.05, 20.0
 """Seconds: a wait in vain, and one that must not be in vain."""
@@ -179,12 +176,12 @@ import ctypes, gc, sys, time
 import torch
 from greenroom.experts import mailbox
 from greenroom.kernels.cpu.library import load_library
-from tests.experts.stage import WIDE, Stage
+from tests.experts.stage import AGES, WIDE, Stage
 
 mailbox.LATE_JOB_S = 0.05
 stage = Stage([WIDE])
 ticket = None
-stage.engine.throttle(1e12)
+stage.engine.throttle(AGES)
 stage.boxes.arm()
 stage.post(0)
 stage.device.wait_until_begun(0)

@@ -289,10 +289,6 @@ MUTANTS: list[Callable[[Patch], None]] = [
 def test_the_test_notices(mutant, monkeypatch):
     mutant(monkeypatch)
     # The cache's own look at what it is offered must not be what saves the day.
-    monkeypatch.setattr(ExpertCache, "prepare_offer", prepare_unseen)
+    monkeypatch.setattr(ExpertCache, "_checked", ExpertCache._shape)
     with pytest.raises((AssertionError, ValueError)):
         exercise(1, [4, 4, 4], "lru", 2, 300)
-
-
-def prepare_unseen(self, slots):
-    self._prepared = self._shape(slots)

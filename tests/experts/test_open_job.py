@@ -11,6 +11,7 @@ from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.open_job import OpenJob
 from greenroom.experts.ticket import Ending
+from tests.experts.stage import AGES
 from tests.kernels.batches import SILU, Batch
 
 LAYER, TOKENS = 7, 4
@@ -55,7 +56,7 @@ def test_a_job_tells_its_seconds() -> None:
 def test_an_engine_that_hangs_is_named_by_layer_and_holds_up_no_device() -> None:
     with CpuExperts(1, watchdog_s=0.1) as engine:
         waited = Waited(engine)
-        engine.throttle(1e12)
+        engine.throttle(AGES)
         job = waited.submit()
         with pytest.raises(EngineError, match=f"layer {LAYER}: the CPU engine has not got on"):
             job.wait()
@@ -71,7 +72,7 @@ def test_a_job_that_is_given_up(hangs: bool, monkeypatch: pytest.MonkeyPatch) ->
     with CpuExperts(1) as engine:
         waited = Waited(engine)
         if hangs:
-            engine.throttle(1e12)
+            engine.throttle(AGES)
         job = waited.submit()
         started = time.monotonic()
         job.abandon()

@@ -15,18 +15,15 @@ from greenroom.experts.dispatch import CostModel
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.manager import OffloadManager
 from greenroom.experts.policies import make_policy
-from greenroom.experts.residency import ABSENT
 from greenroom.experts.store import HostStore
-from tests.experts.driver import ALL_ON_CPU, ALL_STREAMED, BOTH_LANES
-from tests.experts.stage import filled
+from tests.experts.driver import ALL_ON_CPU
+from tests.experts.stage import AGES, filled
+from tests.experts.tier_checks import EXPERTS, LANES, LAYERS, check_slots
 from tests.reference.expert_math import moe_float64
 from tests.reference.played_cuda import play_cuda
 
-EXPERTS, LAYERS, TOP_K = 12, 3, 4
+TOP_K = 4
 FORMAT = ExpertFormat(64, 48, torch.float32, Activation(ActivationKind.SILU), bias=True)
-LANES = {"cpu": ALL_ON_CPU, "streamed": ALL_STREAMED, "both": BOTH_LANES}
-AGES = 1e12
-"""A throttle under which no job ends before the throttle is changed."""
 
 
 @contextmanager
@@ -54,15 +51,6 @@ def run_step(manager: OffloadManager, tokens: int, hangs: bool = False) -> None:
                 expected = moe_float64(hidden, ids, weights, manager.store.views(layer), FORMAT)
                 torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     check_slots(manager)
-
-
-def check_slots(manager: OffloadManager) -> None:
-    """Every mapped slot holds its expert's bytes."""
-    manager.check_invariants()
-    for layer in range(LAYERS):
-        for expert, slot in enumerate(manager.cache.layer_map(layer)):
-            if slot != ABSENT:
-                assert torch.equal(manager.tier.slots[layer][slot], manager.store.blocks(layer)[expert])
 
 
 @pytest.mark.parametrize("lanes", LANES)

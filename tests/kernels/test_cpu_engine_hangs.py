@@ -15,10 +15,8 @@ from greenroom.experts import cpu
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.ticket import LateJobError, Ticket
+from tests.experts.stage import AGES
 from tests.kernels.batches import SILU, Batch
-
-AGES = 1e12
-"""A throttle under which no unit of work ends before the throttle is changed."""
 
 SOON = 0.1
 

@@ -28,6 +28,7 @@ from greenroom.experts.policies import make_policy
 from greenroom.experts.split import SplitController
 from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier
+from greenroom.watchdog import wait_until
 
 if TYPE_CHECKING:
     from greenroom.experts.decode_steps import DecodeSteps
@@ -201,7 +202,7 @@ def _step(decode: "DecodeSteps", batch: int, device: torch.device, work: Callabl
             work()
             end.record()
             decode.enqueued()
-            _wait(end)
+            wait_until(end.query, _WATCHDOG_S, "the step did not end")
             seconds = begin.elapsed_time(end) / 1e3
     except BaseException as error:
         where = decode.abandon()
@@ -210,17 +211,6 @@ def _step(decode: "DecodeSteps", batch: int, device: torch.device, work: Callabl
         raise
     decode.finish()
     return seconds
-
-
-def _wait(event: torch.cuda.Event) -> None:
-    """
-    Raises:
-        TimeoutError: the device waits for an answer that does not come.
-    """
-    deadline = time.monotonic() + _WATCHDOG_S
-    while not event.query():
-        if time.monotonic() > deadline:
-            raise TimeoutError
 
 
 def _require(manager: OffloadManager, **counts: int) -> None:

@@ -15,7 +15,7 @@ from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.decode_steps import DecodeSteps
 from greenroom.experts.mailbox import Mailboxes
-from greenroom.watchdog import Watchdog
+from greenroom.watchdog import wait_until
 
 WARM_UP_STEPS = 2
 """Before a capture: they compile kernels, and let libraries allocate what they keep."""
@@ -208,12 +208,8 @@ class HostlessSteps:
         Raises:
             TimeoutError: it takes too long.
         """
-        if self._end is None:
-            return
-        watchdog = Watchdog(self._watchdog_s)
-        while not self._end.query():
-            if watchdog.expired():
-                raise TimeoutError
+        if self._end is not None:
+            wait_until(self._end.query, self._watchdog_s, "the device did not come to the step's end")
 
 
 def _top_k(model: PreTrainedModel) -> int:

@@ -108,10 +108,7 @@ class ExpertCache:
         Raises:
             ValueError: one is being written or offered, or it does not hold its ``resident``.
         """
-        at = slots.layer, slots.slot
-        if ((self.version[at] & 1) | (self.expert_in[at] != slots.resident)).any():
-            raise ValueError("a slot was offered that is being written, or that does not hold what it is said to")
-        self._prepared = self._shape(slots)
+        self._prepared = self._checked(slots)
 
     def offer(self, slots: OfferedSlots) -> None:
         """Lets the step that begins write slots, different ones.
@@ -121,10 +118,8 @@ class ExpertCache:
         """
         if self._offered is not None:
             raise ValueError("slots are offered already")
-        if self._prepared is None or self._prepared.slots is not slots:
-            self.prepare_offer(slots)
-        self._offered, self._prepared = self._prepared, None
-        assert self._offered is not None
+        prepared, self._prepared = self._prepared, None
+        self._offered = prepared if prepared is not None and prepared.slots is slots else self._checked(slots)
         # One operation: the device idles, and with other threads' weights in the caches each takes microseconds.
         self.version += self._offered.mask
 
@@ -158,6 +153,12 @@ class ExpertCache:
         left = [layer for layer, slot, _ in writes if self._empty(layer, slot)]
         entered = [layer for layer, slot, expert in writes if self._enter(layer, slot, expert)]
         return entered, left
+
+    def _checked(self, slots: OfferedSlots) -> _Offer:
+        at = slots.layer, slots.slot
+        if ((self.version[at] & 1) | (self.expert_in[at] != slots.resident)).any():
+            raise ValueError("a slot was offered that is being written, or that does not hold what it is said to")
+        return self._shape(slots)
 
     def _shape(self, slots: OfferedSlots) -> _Offer:
         mask = np.zeros(self.version.shape, dtype=np.int64)

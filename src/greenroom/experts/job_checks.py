@@ -20,14 +20,18 @@ def check_job(
     if ids.ndim != 2:
         raise ValueError(f"ids must be [tokens, top_k], not {tuple(ids.shape)}")
     tokens, top_k = ids.shape
-    _check_tensor("ids", ids, torch.int32, (tokens, top_k))
-    _check_tensor("weights", weights, torch.float32, (tokens, top_k))
-    _check_tensor("hidden", hidden, format.dtype, (tokens, format.hidden))
-    _check_tensor("out", out, torch.float32, (tokens, format.hidden))
+    check_tensor("ids", ids, torch.int32, (tokens, top_k))
+    check_tensor("weights", weights, torch.float32, (tokens, top_k))
+    check_tensor("hidden", hidden, format.dtype, (tokens, format.hidden))
+    check_tensor("out", out, torch.float32, (tokens, format.hidden))
     return tokens, top_k
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """
+    Raises:
+        ValueError: another dtype, shape, device or stride.
+    """
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
     if tensor.device.type != "cpu" or not tensor.is_contiguous():

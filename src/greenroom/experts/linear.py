@@ -2,6 +2,7 @@
 
 import torch
 
+from greenroom.experts.job_checks import check_tensor
 from greenroom.experts.native import DTYPES
 from greenroom.kernels.cpu.library import NativeLinear
 
@@ -17,11 +18,11 @@ def native_linear(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | No
     rows, width = weight.shape
     if x.ndim < 1 or x.shape[-1] != width:
         raise ValueError(f"x must be {weight.dtype} [..., {width}], not {_text(x)}")
-    _check("weight", weight, weight, (rows, width))
-    _check("x", x, weight, x.shape)
-    _check("out", out, weight, (*x.shape[:-1], rows))
+    check_tensor("weight", weight, weight.dtype, (rows, width))
+    check_tensor("x", x, weight.dtype, tuple(x.shape))
+    check_tensor("out", out, weight.dtype, (*x.shape[:-1], rows))
     if bias is not None:
-        _check("bias", bias, weight, (rows,))
+        check_tensor("bias", bias, weight.dtype, (rows,))
     return NativeLinear(
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -32,13 +33,6 @@ def native_linear(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | No
         width,
         DTYPES[weight.dtype],
     )
-
-
-def _check(name: str, tensor: torch.Tensor, weight: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != weight.dtype or tensor.shape != shape:
-        raise ValueError(f"{name} must be {weight.dtype} {tuple(shape)}, not {_text(tensor)}")
-    if not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be a contiguous CPU tensor")
 
 
 def _text(tensor: torch.Tensor) -> str:

@@ -99,8 +99,7 @@ class StepTable:
         """
         if self._published.says(rows, stream_parts, offers):
             return
-        if not self._idle.says(rows, stream_parts, offers):
-            self._idle.write(rows, stream_parts, offers)
+        self._idle.write(rows, stream_parts, offers)
         self._published, self._idle = self._idle, self._published
         self._device.copy_(self._published.memory, non_blocking=True)
 

@@ -93,7 +93,7 @@ GR_EXPORT int32_t gr_wait(gr_engine *engine, uint64_t ticket, int64_t limit_ms, 
     *late = 0;
     const std::optional<std::string> error = engine->engine->wait(ticket, std::chrono::milliseconds(limit_ms));
     *late = !error;
-    return error.value_or("").empty() ? 0 : failed(error->c_str());
+    return error && !error->empty() ? failed(error->c_str()) : 0;
   });
 }
 

@@ -34,8 +34,8 @@ class Engine {
   uint64_t submit(const gr_job &job);
   uint64_t submit(const gr_linear &linear);
 
-  // Waits for the job and forgets it: empty when it succeeded, otherwise what went wrong. Nothing if for `limit` none of
-  // the engine's work ends; the job may then be waited for again.
+  // Waits for the job and forgets it: empty when it succeeded, otherwise what went wrong. Nothing if for `limit` none
+  // of the engine's work ends; the job may then be waited for again.
   std::optional<std::string> wait(uint64_t ticket, std::chrono::milliseconds limit);
 
   // Between the two, workers stay awake and look for requests. Both are idempotent; disarm returns when no job of

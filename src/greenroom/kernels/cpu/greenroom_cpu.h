@@ -51,7 +51,8 @@ typedef struct {
  * `up` and these columns of `down` are read; the bias of `down` is added here, in full. A null `divided` and a negative
  * id divide nothing, and so does an expert that nobody chose.
  * With `done`, the end of the job, good or bad, is also told there: `done_value` is stored with release behind out and
- * busy_ns, for a device that waits for it. Everything pointed to must stay alive and unchanged until gr_wait has seen its end. */
+ * busy_ns, for a device that waits for it. Everything pointed to must stay alive and unchanged until gr_wait has seen
+ * its end. */
 typedef struct {
   const gr_format *format;
   const void *const *experts; /* [num_experts] block addresses; those not chosen may be null */
@@ -70,7 +71,8 @@ typedef struct {
 
 /* y[t, r] = bias[r] + sum over k of weight[r, k] * x[t, k], added up in fp32 and rounded once. A row of x gives the
  * same bits whichever other rows are there and however many threads. Made for a few rows: every weight is read from
- * memory once for up to 32 of them. Everything pointed to must stay alive and unchanged until gr_wait has seen its end. */
+ * memory once for up to 32 of them. Everything pointed to must stay alive and unchanged until gr_wait has seen its
+ * end. */
 typedef struct {
   const void *weight; /* [rows, width] of dtype, contiguous, as are all others */
   const void *bias;   /* [rows], or null */
@@ -121,8 +123,8 @@ int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *ticket);
 /* The same for *linear. */
 int32_t gr_linear_submit(gr_engine *engine, const gr_linear *linear, uint64_t *ticket);
 
-/* Blocks until the job is done and returns its status. Each ticket is waited for until that, exactly once. *late: 1, and
- * the status 0, if for limit_ms none of the engine's work has ended; the job may be waited for again. */
+/* Blocks until the job is done and returns its status. Each ticket is waited for until that, exactly once. *late: 1,
+ * and the status 0, if for limit_ms none of the engine's work has ended; the job may be waited for again. */
 int32_t gr_wait(gr_engine *engine, uint64_t ticket, int64_t limit_ms, int32_t *late);
 
 /* For tests and benchmarks: each unit of work takes `factor` (>= 1) times as long. A change ends the pauses that the
@@ -140,8 +142,8 @@ void gr_mailboxes_destroy(gr_mailboxes *mailboxes);
  * mailboxes and gr_submit run in the order in which they were seen. */
 int32_t gr_mailboxes_arm(gr_mailboxes *mailboxes);
 
-/* Waits for jobs of these mailboxes that were seen; later requests stay where they are. *failed: 1 if there is something
- * for gr_mailboxes_failure to tell. */
+/* Waits for jobs of these mailboxes that were seen; later requests stay where they are. *failed: 1 if there is
+ * something for gr_mailboxes_failure to tell. */
 int32_t gr_mailboxes_disarm(gr_mailboxes *mailboxes, int32_t *failed);
 
 /* 0: no job failed since the last call. Otherwise gr_last_error has the first one's sentence, *index its mailbox. */

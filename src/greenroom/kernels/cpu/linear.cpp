@@ -1,18 +1,15 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 
+#include "refuse.h"
 #include "units.h"
 
 namespace greenroom {
 namespace {
 
-constexpr int64_t kLinearShare = 4;    // a unit is what is left / (4 * threads)
-constexpr int64_t kMaxSize = 1 << 30;  // row numbers plus a block must fit 32 bits
-
-[[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
+constexpr int64_t kLinearShare = 4;  // a unit is what is left / (4 * threads)
 
 const gr_linear &checked(const gr_linear &linear) {
   if (linear.rows < 1 || linear.width < 1)
@@ -20,8 +17,7 @@ const gr_linear &checked(const gr_linear &linear) {
            std::to_string(linear.width));
   if (linear.rows > kMaxSize || linear.width > kMaxSize)
     refuse("matrices with more than 2^30 rows or columns are not supported");
-  if (linear.dtype < GR_BF16 || linear.dtype > GR_F32)
-    refuse("there is no weight dtype number " + std::to_string(linear.dtype));
+  check_dtype(linear.dtype);
   if (linear.tokens < 0) refuse("the count of tokens must not be negative");
   if (linear.tokens > 0 && (!linear.weight || !linear.x || !linear.y))
     refuse("the product lacks weights, input or output");

@@ -3,9 +3,9 @@
 #include <string.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 
+#include "refuse.h"
 #include "units.h"
 
 namespace greenroom {
@@ -22,10 +22,7 @@ constexpr int64_t kDownShare = 2, kWideDownShare = 1;
 // tokens lie a power of two apart as a rule, and would push each other out of the cache.
 constexpr int64_t kSumBytes = int64_t{5} << 19;
 constexpr int64_t kMaxDownRows = 256;
-constexpr int32_t kDivisionRows = 32;   // a divided expert starts at a multiple: the widest kernel's unit
-constexpr int32_t kMaxWidth = 1 << 30;  // row numbers plus a block must fit 32 bits
-
-[[noreturn]] void refuse(const std::string &sentence) { throw std::invalid_argument(sentence); }
+constexpr int32_t kDivisionRows = 32;  // a divided expert starts at a multiple: the widest kernel's unit
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -37,8 +34,8 @@ void check_job(const gr_job &job) {
   if (f.hidden < 1 || f.inter < 1)
     refuse("expert widths must be positive, not hidden=" + std::to_string(f.hidden) +
            " and inter=" + std::to_string(f.inter));
-  if (f.hidden > kMaxWidth || f.inter > kMaxWidth) refuse("expert widths above 2^30 are not supported");
-  if (f.dtype < GR_BF16 || f.dtype > GR_F32) refuse("there is no weight dtype number " + std::to_string(f.dtype));
+  if (f.hidden > kMaxSize || f.inter > kMaxSize) refuse("expert widths above 2^30 are not supported");
+  check_dtype(f.dtype);
   if (f.activation < GR_SILU || f.activation > GR_SWIGLU_OAI)
     refuse("there is no activation number " + std::to_string(f.activation));
   if (f.activation == GR_SWIGLU_OAI && !f.gated) refuse("the gpt-oss activation needs experts with a gate");

@@ -6,7 +6,7 @@ import torch
 
 from greenroom.errors import EngineError
 from greenroom.hardware import cuda_driver
-from greenroom.watchdog import Watchdog
+from greenroom.watchdog import wait_until
 
 _WAIT_REACHED, _WAIT_EQUAL = 0x0, 0x1
 """The word minus the value is not negative; the word is the value."""
@@ -61,7 +61,4 @@ def _enqueue(word: torch.Tensor, value: int, condition: int, device: torch.devic
 
 def _block(word: torch.Tensor, limit_s: float) -> None:
     view = word.numpy()
-    watchdog = Watchdog(limit_s)
-    while view[0] != 1:
-        if watchdog.expired():
-            raise TimeoutError(f"the CPU engine did not answer within {limit_s:g} s")
+    wait_until(lambda: bool(view[0] == 1), limit_s, "the CPU engine did not answer")
