@@ -1,9 +1,11 @@
 """Jobs of the engine that do not get on: nobody waits for them for ever, and nothing is freed under them."""
 
+import itertools
 import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -52,17 +54,31 @@ def test_a_job_that_hangs_is_waited_for_for_a_while_and_may_still_end(threads: i
 
 
 def test_a_job_that_gets_on_slowly_is_waited_for() -> None:
-    """Its units take less than the limit, all of them many times as long."""
-    batch = Batch(ExpertFormat(512, 512, torch.float32, SILU), 8, 4, 16, seed=0)
-    with CpuExperts(1, watchdog_s=0.4) as engine:
-        batch.run(engine)
-        started = time.perf_counter()
+    """Units end one by one, since a change of the throttle ends the pauses; all of them take many times the limit."""
+    batch, limit = Batch(ExpertFormat(512, 512, torch.float32, SILU), 8, 4, 16, seed=0), 1.0
+    with CpuExperts(1, watchdog_s=limit) as engine:
         expected = batch.run(engine)
-        engine.throttle(2.0 / (time.perf_counter() - started))
+        engine.throttle(AGES)
+        outs = [torch.empty(16, 512) for _ in range(8)]
+        tickets = [submit(engine, batch, out) for out in outs]
+        enough = threading.Event()
+
+        def let_units_end() -> None:
+            for factor in itertools.cycle((2 * AGES, AGES)):
+                if enough.wait(limit / 8):
+                    break
+                engine.throttle(factor)
+            engine.throttle(1)
+
+        helper = threading.Thread(target=let_units_end)
+        helper.start()
+        threading.Timer(3.2 * limit, enough.set).start()
         started = time.perf_counter()
-        out = batch.run(engine)
-        assert time.perf_counter() - started > 3 * 0.4
-        assert torch.equal(out, expected)
+        for ticket in reversed(tickets):
+            ticket.wait()
+        assert time.perf_counter() - started > 3 * limit
+        helper.join()
+        assert all(torch.equal(out, expected) for out in outs)
 
 
 def test_a_batch_that_hangs_keeps_its_memory_until_it_ends() -> None:
