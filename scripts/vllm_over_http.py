@@ -102,24 +102,13 @@ def is_up(url: str) -> bool:
 
 
 def completer(url: str, tokens: int) -> Complete:
-    """By the openai package where it is installed."""
-    settings: dict[str, Any] = {"model": MODEL, "max_tokens": tokens, "temperature": 0.7}
+    settings = {"model": MODEL, "max_tokens": tokens, "temperature": 0.7, "ignore_eos": True}
 
-    def by_urllib(prompt: str) -> int:
-        answer = json.loads(fetch(f"{url}/v1/completions", settings | {"prompt": prompt, "ignore_eos": True}))
+    def complete(prompt: str) -> int:
+        answer = json.loads(fetch(f"{url}/v1/completions", settings | {"prompt": prompt}))
         return int(answer["usage"]["completion_tokens"])
 
-    try:
-        from openai import OpenAI
-    except ImportError:
-        return by_urllib
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=REQUEST_S, max_retries=0)
-
-    def by_openai(prompt: str) -> int:
-        answer = client.completions.create(**settings, prompt=prompt, extra_body={"ignore_eos": True})
-        return int(answer.usage.completion_tokens)
-
-    return by_openai
+    return complete
 
 
 def run_client(number: int, requests: int, tokens: int, complete: Complete) -> list[int | str]:
