@@ -113,12 +113,14 @@ def test_handing_over_posts_the_whole_batch(tokens):
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         boxes = path.mailboxes
-        # Posted, and nothing on the device: rows, then resident, streamed and CPU experts.
-        words = boxes.request[0, :4].tolist()
-        assert words[:3] == [tokens, 0, 0]
-        assert 3 <= words[3] <= 3 * tokens
+        # Posted, and nothing on the device: resident, streamed and CPU experts.
+        assert boxes.request[0, 0] == tokens
+        notes = path.record.device
+        resident, streamed, on_cpu = notes.counts[0, :3].tolist()
+        assert (resident, streamed) == (0, 0)
+        assert 3 <= on_cpu <= 3 * tokens
         assert torch.equal(boxes.hidden[0], dispatch.launches[0].args[2].cpu())
-        assert torch.equal(boxes.cpu_ids, boxes.ids)
+        assert torch.equal(boxes.cpu_ids, notes.ids.cpu())
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):

@@ -27,36 +27,47 @@ EAGER = ("qwen3_next", "nemotron_h")
 
 
 class PlainRunner:
-    """A runner that is the model itself, run anew over all tokens of every step."""
+    """A runner that is the model itself, run anew over all tokens of every step.
+
+    Attributes:
+        under_way: whether a step has been started and not waited for. steps: how many were started.
+    """
 
     made = 0
+    runs_ahead = False
 
     def __init__(self, model: PreTrainedModel, rows: int, max_length: int) -> None:
         type(self).made += 1
         self.rows, self.max_length = rows, max_length
         self.usable, self.prepared, self.unflushed = True, False, False
+        self.under_way, self.steps = 0, 0
         self._model = model
 
     def prefill(self, prompts: torch.Tensor, *, prepare: bool) -> torch.Tensor:
         assert self.usable
         assert not prepare
         assert prompts.shape[0] == self.rows
+        assert self.under_way == 0
         self.unflushed, self._seen = True, prompts
         return self._logits()
 
     def prepare(self) -> None:
         self.prepared = True
 
-    def step(self, ids: torch.Tensor) -> torch.Tensor:
+    def start(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.usable
         assert self.prepared
         assert ids.shape == (self.rows, 1)
         assert self._seen.shape[1] < self.max_length
         self._seen = torch.cat([self._seen, ids], 1)
+        self.under_way, self.steps = int(self.runs_ahead), self.steps + 1
         return self._logits()
 
-    def flush(self) -> None:
-        self.unflushed = False
+    def wait(self) -> None:
+        self.under_way = 0
+
+    def discard(self) -> None:
+        self.under_way, self.unflushed = 0, False
 
     def close(self) -> None:
         self.usable = False
@@ -65,11 +76,15 @@ class PlainRunner:
         return self._model(self._seen).logits[:, -1]
 
 
-@pytest.fixture
-def plain(monkeypatch) -> type[PlainRunner]:
-    monkeypatch.setattr(step_runner, "StepRunner", PlainRunner)
-    monkeypatch.setattr(PlainRunner, "made", 0)
-    return PlainRunner
+class AheadRunner(PlainRunner):
+    runs_ahead = True
+
+
+@pytest.fixture(params=[PlainRunner, AheadRunner])
+def plain(request, monkeypatch) -> type[PlainRunner]:
+    monkeypatch.setattr(step_runner, "StepRunner", request.param)
+    monkeypatch.setattr(request.param, "made", 0)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +122,7 @@ def test_tokens_and_stream_are_those_of_transformers(model, loop, name, rows):
         assert streamers[0].put_values == streamers[1].put_values
         assert streamers[1].ends == 1
         assert not loop._runner.unflushed
+        assert loop._runner.under_way == 0
 
 
 def test_sequences_that_end_early_are_padded(model, loop):
@@ -188,11 +204,33 @@ def test_a_runner_that_was_given_up_is_replaced(loop, plain, monkeypatch):
         raise EngineError("decode step 3: layer 0 has not been answered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "step", given_up)
+        patch.setattr(plain, "start", given_up)
         with pytest.raises(EngineError, match="step 3"):
             run(loop, 1, 10, 4)
     run(loop, 1, 10, 4)
     assert plain.made == 2
+
+
+def test_tokens_are_handed_on_while_the_next_step_runs(loop, plain):
+    """All but the first, which must not wait until the runner is prepared, and the last; each once the step that it
+    comes from has been waited for. One step too many where the model ends before it must."""
+    seen = []
+
+    class Watching(Streamer):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            runner = loop._runner
+            seen.append(None if runner is None else (runner.prepared, runner.steps, runner.under_way))
+
+    ids = random_ids(1, 10)
+    whole = loop.generate(ids, streamer=Watching(), max_new_tokens=5, do_sample=False)
+    ahead = int(plain.runs_ahead)
+    chosen = [(False, 0, 0), *((True, token + ahead, ahead) for token in (1, 2, 3)), (True, 4, 0)]
+    assert seen[1:] == chosen
+    assert loop._runner.steps == 4
+    seen.clear()
+    loop.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=int(whole[0, 12]), pad_token_id=0)
+    assert loop._runner.steps == 4 + 2 + ahead
 
 
 def test_an_interrupted_call_counts_its_steps_and_keeps_the_runner(loop, plain):

@@ -117,7 +117,7 @@ def test_rows_of_padding_are_routed_nowhere(mixtral):
         pair.prefill(4)
         for _ in range(2):
             pair.step()
-            ids = runner.steps.path.mailboxes.ids
+            ids = runner.steps.path.record.device.ids
             assert ids.shape[1] == 4
             assert (ids[:, 3] == -1).all()
             assert (ids[:, :3] >= 0).all()

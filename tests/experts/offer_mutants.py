@@ -19,8 +19,8 @@ def the_running_steps_slots_stay_on_offer(patch: Patch) -> None:
 
     def mutant(self):
         may = real(self)
-        if self._offered is not None:
-            may[self._offered.slots.layer, self._offered.slots.slot] = True
+        for offer in self._offered:
+            may[offer.slots.layer, offer.slots.slot] = True
         return may
 
     patch.setattr(ExpertCache, "may_be_offered", mutant)

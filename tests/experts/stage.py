@@ -60,7 +60,7 @@ class Stage:
     def batch(self, layer: int, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden rows, ids (some of them sentinels) and weights."""
         fmt, generator = self.store.formats[layer], torch.Generator().manual_seed(seed)
-        choices = (rows, self.boxes.ids.shape[2])
+        choices = (rows, self.boxes.cpu_ids.shape[2])
         return (
             torch.randn(rows, fmt.hidden, generator=generator).to(fmt.dtype),
             torch.randint(-1, EXPERTS + 1, choices, generator=generator, dtype=torch.int32),

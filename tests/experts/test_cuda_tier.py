@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,6 @@ from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.manager import OffloadManager
 from greenroom.experts.native import Isa
 from greenroom.experts.policies import make_policy
-from greenroom.experts.residency import ABSENT
 from greenroom.experts.store import HostStore
 from greenroom.experts.ticket import Ticket
 from tests.experts.driver import ALL_ON_CPU, BOTH_LANES
@@ -162,17 +160,6 @@ def test_groups_by_the_library_equal_one_by_one():
     add_group(by_library, hidden, pairs, 0, pairs_at, ends, views, fmt, grouped=True)
     add_group(one_by_one, hidden, pairs, 0, pairs_at, ends, views, fmt, grouped=False)
     assert (by_library - one_by_one).norm() < 1e-2 * one_by_one.norm()
-
-
-def test_the_map_on_the_device_follows_the_host():
-    with running(4, BOTH_LANES, make_format()) as manager:
-        for _ in range(10):
-            with manager.step():
-                torch.cuda.synchronize()
-                assert np.array_equal(manager.tier._map.cpu().numpy(), manager.cache.slot_of)
-                for layer in range(LAYERS):
-                    run_layer(manager, layer, 2, 3)
-        assert (manager.cache.slot_of != ABSENT).any()
 
 
 def test_the_compute_path_never_waits_for_the_device():

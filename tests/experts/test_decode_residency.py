@@ -2,15 +2,17 @@
 
 Slots are written by copies, and by the steps themselves where experts land in passing.
 
-The device is played by hand: it works through a step's layers when it likes, also behind ``enqueued``, where
-the host learns from the step before and starts writes. A write begins some time after the end of the steps
-that it must wait for, leaves garbage that is NaN in every kernel, and lands some time later.
+The device is played by hand: it works through what is enqueued, in its order, when it likes: while the host enqueues
+more, learns from the step before and starts writes, or begins the next step. A write begins some time after the end of
+the steps that it must wait for, leaves garbage that is NaN in every kernel, and lands some time later.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,17 +20,18 @@ import torch
 
 from greenroom.experts.cache import ExpertCache, SlotWrite
 from greenroom.experts.cpu import CpuExperts
-from greenroom.experts.decode_steps import DecodeSteps
+from greenroom.experts.decode_steps import DecodeSteps, _Open
 from greenroom.experts.dispatch import CostModel
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.host_tier import HostTier
 from greenroom.experts.landing import RESIDENT
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager
+from greenroom.experts.path_record import PathRecord
 from greenroom.experts.policies import make_policy
 from greenroom.experts.residency import ABSENT
 from greenroom.experts.split import PARTS, SplitController
-from greenroom.experts.step_table import StepTable
+from greenroom.experts.step_table import StepOrder, StepTable
 from greenroom.experts.store import HostStore
 from tests.reference.expert_math import moe_float64
 from tests.reference.slow_tier import GARBAGE
@@ -46,6 +49,16 @@ FMT = ExpertFormat(8, 6, torch.float32, Activation(ActivationKind.SILU))
 EXPERTS, SLOTS, LAYERS, TOP_K = 7, 3, 2, 2
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A step, and what was so at its begin: the map and the versions. offered: (layer, slot)."""
+
+    number: int
+    mapped: np.ndarray
+    version: np.ndarray
+    offered: set[tuple[int, int]]
+
+
 @dataclass
 class _Flight:
     """A write on its way. ``after``: steps that must have ended before it may begin."""
@@ -56,30 +69,24 @@ class _Flight:
 
 
 class HandPlayedTier(HostTier):
-    """Behaves like a device with streams of its own: a published map, and writes behind the ends of steps.
+    """Behaves like a device with streams of its own: writes behind the ends of steps.
 
     Attributes:
-        opened, ended: steps that the host has published a map for, and that the device has worked through.
+        stream: what has been enqueued and not been done.
+        enqueued, ended: steps whose work has been enqueued, and that the device has worked through.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        self.opened = self.ended = 0
+        self.stream: deque[Callable[[], object]] = deque()
+        self.enqueued = self.ended = 0
         self.flights: list[_Flight] = []
         self._marked = 0
-        self._published = torch.full((LAYERS, EXPERTS), ABSENT, dtype=torch.int32)
         for slots in self._slots:
             slots.fill_(GARBAGE)
 
-    def device_map(self, slot_of: np.ndarray) -> torch.Tensor:
-        return self._published
-
-    def begin_step(self, slot_of: np.ndarray) -> None:
-        self.opened += 1
-        self._published.copy_(torch.from_numpy(slot_of))
-
     def end_step(self) -> None:
-        self._marked = self.opened
+        self._marked = self.enqueued
 
     def start_write(self, write: SlotWrite) -> None:
         self.flights.append(_Flight(write, self._marked))
@@ -115,43 +122,78 @@ class Stage:
     def __init__(self, manager: OffloadManager, tier: HandPlayedTier, steps: DecodeSteps, dice: random.Random) -> None:
         self.manager, self.tier, self.steps, self._dice = manager, tier, steps, dice
         self._generator = torch.Generator().manual_seed(dice.getrandbits(30))
+        self._open: deque[_Begun] = deque()
         self.landed = 0  # experts that were written into slots
+        self.ahead = 0  # steps that began while one was open
 
     def step(self) -> None:
+        """Begins one, and finishes it and those before it, or some of them."""
+        self.ahead += len(self._open)
         rows = self._dice.randint(1, 2)
         self.steps.begin(rows)
-        version = self.manager.cache.version.copy()
-        mapped = self.tier._published.clone()
-        told = self._dice.randint(0, LAYERS)  # layers that the device has done when the host goes on
+        self._open.append(self._note())
         for layer in range(LAYERS):
-            if layer == told:
-                self.steps.enqueued()
-            self.tier.move(self._dice)
-            self._run_layer(layer, rows)
-        if told == LAYERS:
-            self.steps.enqueued()
-        self.tier.ended += 1
-        self.tier.move(self._dice)
-        assert (self.tier._published == mapped).all(), "the map changed within a step"
-        self._check_versions(version, mapped)
-        self.steps.finish(learn=self._dice.random() < 0.95)
-        self.tier.move(self._dice)
-        self.check()
+            self.tier.stream.append(partial(self._run_layer, layer, rows))
+            self._time_passes()
+        self.tier.enqueued += 1
+        self.steps.enqueued()
+        self.tier.stream.append(self._end)
+        self._time_passes()
+        self.finish(leave=self._dice.randint(0, 1))
+        if not self._open and self._dice.random() < 0.2:
+            self.steps.flush()  # as before a prefill
+            for _ in range(self._dice.randint(0, 6)):
+                self._time_passes()
 
-    def _check_versions(self, version: np.ndarray, mapped: torch.Tensor) -> None:
-        """Of slots that the step could read: none was written and mapped again, none that a copy writes was offered."""
-        held = mapped != ABSENT
-        for layer, expert in zip(*np.nonzero(held.numpy()), strict=True):
-            slot = int(mapped[layer, expert])
-            changed = self.manager.cache.version[layer, slot] - version[layer, slot]
-            assert changed in (0, 1), "a slot of the step's map was written and mapped again within the step"
-            assert changed == 0 or version[layer, slot] % 2 == 0, "a copy was started into a slot that was offered"
+    def finish(self, leave: int = 0) -> None:
+        while len(self._open) > leave:
+            step = self._open[0]
+            while self.tier.ended < step.number:
+                self._do_next()
+            self._check_versions(self._open.popleft())
+            self.steps.finish(learn=self._dice.random() < 0.95)
+            self._time_passes()
+            self.check()
+
+    def _note(self) -> "_Begun":
+        cache = self.manager.cache
+        places = cache._offered[-1].slot_at
+        own = {(layer, slot) for (layer, _), slot in places.items()}
+        return _Begun(self.tier.enqueued + 1, cache.slot_of.copy(), cache.version.copy(), own)
+
+    def _check_versions(self, step: "_Begun") -> None:
+        """Of slots that the step could read: none was written by a copy and mapped again, and a copy was started into
+        none that was offered."""
+        for layer, expert in zip(*np.nonzero(step.mapped != ABSENT), strict=True):
+            slot = int(step.mapped[layer, expert])
+            changed = self.manager.cache.version[layer, slot] - step.version[layer, slot]
+            if (layer, slot) in step.offered:
+                assert changed == 0, "a copy was started into a slot that was offered"
+            else:
+                # Those that the step before was offered have been settled since.
+                assert changed <= 1 + step.version[layer, slot] % 2, "a slot was written and mapped again"
+
+    def _end(self) -> None:
+        self.tier.ended += 1
+
+    def _do_next(self) -> None:
+        """The device goes on by one piece of work."""
+        self.tier.stream.popleft()()
+        self.tier.move(self._dice)
+
+    def _time_passes(self) -> None:
+        self.tier.move(self._dice)
+        pace = self._dice.choice([0.0, 0.5, 0.95])
+        while self.tier.stream and self._dice.random() < pace:
+            self._do_next()
 
     def check(self) -> None:
-        """The map, versions and contents of slots."""
+        """The map, versions and contents of slots, those excepted that an open step may write."""
         self.manager.check_invariants()
         cache = self.manager.cache
         for layer, expert in zip(*np.nonzero(cache.slot_of != ABSENT), strict=True):
+            if cache.version[layer, cache.slot_of[layer, expert]] % 2:
+                continue
             there = self.tier.slot_bytes(layer, cache.slot_of[layer, expert])
             source = self.manager.store.blocks(layer)[expert].numpy()
             assert (there == source).all(), f"slot of expert {expert} of layer {layer}"
@@ -159,7 +201,7 @@ class Stage:
     def _run_layer(self, layer: int, rows: int) -> None:
         hidden = torch.randn(2, FMT.hidden, generator=self._generator)
         # The low ids more often, so that a cache has something to find, and a favourite that moves.
-        shift = self.tier.opened // 20
+        shift = self.tier.ended // 20
         keys = [[self._dice.random() * (1 + (e + shift) % EXPERTS) for e in range(EXPERTS)] for _ in range(2)]
         ids = torch.tensor(keys).argsort(1)[:, :TOP_K]
         weights = torch.rand(2, TOP_K, generator=self._generator)
@@ -208,14 +250,28 @@ def stage(seed: int, policy: str = "lru", update: int = 2) -> Iterator[Stage]:
         )
         with manager:
             boxes = Mailboxes(engine, store, 2, TOP_K, pin_memory=False)
-            slot_of = tier.device_map(manager.cache.slot_of)
-            path = DecodePath(store, tier.slots, slot_of, boxes, 2, TOP_K, manager.places)
+            path = DecodePath(store, tier.slots, boxes, 2, TOP_K, manager.places)
             steps = DecodeSteps(manager, path)
             steps.split = DrawnSplit(dice)
-            try:
+            with enqueueing(tier.stream):
                 yield Stage(manager, tier, steps, dice)
-            finally:
-                boxes.close()
+            boxes.close()
+
+
+@contextmanager
+def enqueueing(stream: deque[Callable[[], object]]) -> Iterator[None]:
+    """Copies that need not be waited for go to the stream."""
+    real = torch.Tensor.copy_
+
+    def copy(self, source, non_blocking=False):
+        if not non_blocking:
+            return real(self, source)
+        stream.append(partial(real, self, source))
+        return self
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", copy)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -228,6 +284,7 @@ def exercise(steps: int, seed: int, policy: str = "lru", update: int = 2) -> Sta
     with stage(seed, policy, update) as player:
         for _ in range(steps):
             player.step()
+        player.finish()
         return player
 
 
@@ -238,6 +295,7 @@ def test_hundreds_of_steps_in_random_timing(policy, update):
     # The test is about nothing unless all of this happens, often.
     assert min(total.hits, total.streamed, total.cpu) > 40
     assert min(player.landed, total.landed) > 3
+    assert player.ahead > 30
     assert total.evictions > 3
     if policy == "lru":  # the others keep to their favourites
         assert min(total.admissions, total.landed) > 20
@@ -269,24 +327,25 @@ def written_while_the_step_runs(patch: Patch) -> None:
 
 def learned_before_the_end_is_marked(patch: Patch) -> None:
     """Writes wait for the end of the step before the one that runs."""
+    real = DecodeSteps.enqueued
 
     def mutant(self):
         self.flush()
-        self._manager.tier.end_step()
+        real(self)
 
     patch.setattr(DecodeSteps, "enqueued", mutant)
 
 
 def map_is_published_late(patch: Patch) -> None:
     """The device sees the map of the step before."""
-    real = HandPlayedTier.begin_step
+    real = ExpertCache.told_map
 
-    def mutant(self, slot_of):
-        kept = getattr(self, "kept", np.full_like(slot_of, ABSENT))
-        self.kept = slot_of.copy()
-        real(self, kept)
+    def mutant(self):
+        kept = getattr(self, "kept", np.full_like(self.slot_of, ABSENT))
+        self.kept = real(self)
+        return kept
 
-    patch.setattr(HandPlayedTier, "begin_step", mutant)
+    patch.setattr(ExpertCache, "told_map", mutant)
 
 
 def what_has_landed_stays_unknown(patch: Patch) -> None:
@@ -294,7 +353,7 @@ def what_has_landed_stays_unknown(patch: Patch) -> None:
     real = ExpertCache.settle
 
     def mutant(self, landed):
-        offered = self._offered.slots
+        offered = self._offered[0].slots
         layer, place, slot = offered.layer, offered.place, offered.slot
         landed = landed.copy()
         full = self.expert_in[layer, slot] != ABSENT
@@ -306,16 +365,49 @@ def what_has_landed_stays_unknown(patch: Patch) -> None:
 
 def lands_on_what_the_step_uses(patch: Patch) -> None:
     """The device is not told what the places hold."""
+
+    def blind(order):
+        if order.offers is None:
+            return order
+        places = order.offers.places.copy()
+        places[:, :, RESIDENT] = ABSENT
+        return replace(order, offers=replace(order.offers, places=places))
+
+    _change_orders(patch, blind)
+
+
+def the_device_does_not_complete_the_map(patch: Patch) -> None:
+    """Of two steps that are open the later one does not know what has landed in the other."""
+    _change_orders(patch, lambda order: replace(order, unsettled=0))
+
+
+def the_map_is_completed_by_what_is_known(patch: Patch) -> None:
+    """Steps have one number: where none is open before, the host knows what has landed, and may have changed it."""
+    _change_orders(patch, lambda order: replace(order, number=1, unsettled=1))
+    patch.setattr(_Open, "told_number", 1)
+
+
+def _change_orders(patch: Patch, change: Callable[[StepOrder], StepOrder]) -> None:
     real = StepTable.publish
+    patch.setattr(StepTable, "publish", lambda self, order: real(self, change(order)))
 
-    def mutant(self, rows, stream_parts, offers):
-        if offers is not None:
-            places = offers.places.copy()
-            places[:, :, RESIDENT] = ABSENT
-            offers = replace(offers, places=places)
-        real(self, rows, stream_parts, offers)
 
-    patch.setattr(StepTable, "publish", mutant)
+def the_notes_of_two_steps_share_a_place(patch: Patch) -> None:
+    """What the host reads of one step may be what the next one has noted."""
+    real = PathRecord.keep
+    patch.setattr(PathRecord, "keep", lambda self, turn: [real(self, each) for each in (0, 1)])
+
+
+def two_steps_are_offered_the_same(patch: Patch) -> None:
+    """A step is offered what the one before may still write."""
+    patch.setattr(ExpertCache, "may_be_offered", lambda self: self._is_slot & ~_copied(self))
+
+
+def _copied(cache: ExpertCache) -> np.ndarray:
+    mask = np.zeros(cache.version.shape, dtype=bool)
+    for layer, slots in enumerate(cache._writing):
+        mask[layer, list(slots)] = True
+    return mask
 
 
 def lands_where_a_copy_writes(patch: Patch) -> None:
@@ -333,6 +425,10 @@ MUTANTS: list[Callable[[Patch], None]] = [
     a_copy_writes_what_is_offered,
     lands_where_a_copy_writes,
     the_running_steps_slots_stay_on_offer,
+    the_device_does_not_complete_the_map,
+    the_map_is_completed_by_what_is_known,
+    the_notes_of_two_steps_share_a_place,
+    two_steps_are_offered_the_same,
 ]
 
 

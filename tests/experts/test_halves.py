@@ -23,7 +23,7 @@ from greenroom.experts.manager import OffloadManager
 pytest.importorskip("triton")
 
 from greenroom.experts import expert_launches
-from greenroom.experts.step_part import busy_s
+from greenroom.experts.finished_step import busy_s
 from greenroom.kernels.gpu.tiling import Tiling
 from tests.experts.test_decode_path import DEVICE, FORMATS, check, decode, only, random_batch
 
@@ -45,8 +45,7 @@ class Halves:
     def __init__(self, manager: OffloadManager, steps: DecodeSteps, rows: int) -> None:
         self.manager, self.steps = manager, steps
         boxes = Mailboxes(steps.path.mailboxes._engine, manager.store, rows, TOP_K, pin_memory=ON_GPU)
-        slot_of = manager.tier.device_map(manager.cache.slot_of)
-        self.second = DecodePath(manager.store, manager.tier.slots, slot_of, boxes, rows, TOP_K)
+        self.second = DecodePath(manager.store, manager.tier.slots, boxes, rows, TOP_K)
         steps.use_second(self.second)
 
     def step(self, counts: tuple[int, int], batches: tuple[list[Batch], list[Batch]], rng: random.Random) -> list:

@@ -157,7 +157,7 @@ def test_the_device_lands_what_the_rules_say(tokens, top_k, parts):
             streamed = absent[: min(parts, len(absent) * PARTS) // PARTS]
             expected = play(counts > 0, streamed, offers)
             path = steps.path
-            assert path.mailboxes.request[0, 6 : 6 + path.places].tolist() == expected, number
+            assert path.record.device.landings[0, :, 0].tolist() == expected, number
             assert [
                 int(e) for e in path._buffers.entries.expert[: len([e for e in expected if e >= 0])].cpu()
             ] == sorted(e for e in expected if e >= 0)
@@ -272,8 +272,7 @@ def test_a_step_of_two_halves_is_offered_nothing():
     """One half might read what the other writes."""
     with decode(FMT, 8, 4, 1, 3) as (manager, steps):
         boxes = Mailboxes(steps.path.mailboxes._engine, manager.store, 1, 3, pin_memory=DEVICE.type == "cuda")
-        slot_of = manager.tier.device_map(manager.cache.slot_of)
-        second = DecodePath(manager.store, manager.tier.slots, slot_of, boxes, 1, 3)
+        second = DecodePath(manager.store, manager.tier.slots, boxes, 1, 3)
         steps.use_second(second)
         try:
             steps.split = Parts(16 * 16, 8)

@@ -46,12 +46,11 @@ def test_what_lands_enters_the_map_behind_the_step():
 def test_a_failed_step_leaves_offered_slots_empty():
     cache = filled_cache()
     cache.offer(offered(cache, [[0, 1]]))
-    entered, left = cache.settle(None)
+    assert cache.forfeit() == [0]
     cache.check()
-    assert (entered, left) == ([], [0])
     assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, ABSENT, ABSENT]
     assert cache.free_slots().tolist() == [[True, True, False]]
-    cache.settle(None)  # nothing is offered any more
+    assert cache.forfeit() == []  # nothing is offered any more
     assert cache.layer_map(0)[1] == 2
 
 
@@ -72,13 +71,41 @@ def test_what_is_offered_is_neither_written_by_a_copy_nor_offered_again():
     for swap in (Swap(3, 1, ABSENT), Swap(3, 0, 4)):
         with pytest.raises(ValueError, match="does not hold"):
             cache.unmap_and_write(0, swap)
-    with pytest.raises(ValueError, match="already"):
-        cache.offer(offered(cache, [[2]]))
+    with pytest.raises(ValueError, match="being written"):
+        cache.offer(offered(cache, [[1]]))
     cache.settle(np.array([[ABSENT, ABSENT]]))
     cache.unmap_and_write(0, Swap(3, 1, ABSENT))
     with pytest.raises(ValueError, match="being written"):
         cache.offer(offered(cache, [[1]]))
     assert cache.may_be_offered().tolist() == [[True, False, True]]
+
+
+def test_two_offers_at_once_end_in_their_order():
+    cache = filled_cache()
+    told = cache.told_map()
+    cache.offer(offered(cache, [[0]]))
+    cache.offer(offered(cache, [[2, 1]]))
+    cache.check()
+    assert cache.at_stake().tolist() == [[False, True, False, False, True, False]]
+    assert cache.told_map() is told, "nothing has landed yet"
+    assert cache.settle(np.array([[5, ABSENT]])) == ([0], [0])
+    assert cache.layer_map(0).tolist() == [ABSENT, 2, ABSENT, ABSENT, ABSENT, 0]
+    assert cache.told_map().tolist() == cache.slot_of.tolist()
+    assert told.tolist() == [[ABSENT, 2, ABSENT, ABSENT, 0, ABSENT]], "somebody may still read it"
+    cache.check()
+    cache.withdraw()
+    cache.check()
+    assert cache.version[0].tolist() == [4, 2, 4]
+    assert not cache.at_stake().any()
+
+
+def test_all_offers_of_failed_steps_end():
+    cache = filled_cache()
+    cache.offer(offered(cache, [[0]]))
+    cache.offer(offered(cache, [[2, 1]]))
+    assert cache.forfeit() == [0, 0]
+    cache.check()
+    assert (cache.slot_of == ABSENT).all()
 
 
 def test_what_was_chosen_before_is_offered_unless_a_copy_spoils_it():
@@ -110,7 +137,7 @@ def test_another_choice_than_the_prepared_one_may_be_offered():
     cache.prepare_offer(offered(cache, [[0, 1]]))
     cache.offer(offered(cache, [[2]]))
     assert cache.version[0].tolist() == [2, 0, 3]
-    cache.settle(None)
+    cache.forfeit()
     cache.check()
 
 
@@ -126,9 +153,9 @@ def test_any_order_of_offers_copies_and_landings(data):
     experts, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
     cache = ExpertCache([experts] * 2, [min(slots, experts)] * 2)
     flying: list[SlotWrite] = []
-    open_offer = False
+    mapped: list[np.ndarray] = []  # of each open offer, at its begin
     for _ in range(data.draw(st.integers(1, 25))):
-        match data.draw(st.sampled_from(["copy", "arrive", "offer", "settle", "fail"])):
+        match data.draw(st.sampled_from(["copy", "arrive", "offer", "settle", "withdraw", "fail"])):
             case "copy":
                 layer = data.draw(st.integers(0, 1))
                 absent = np.flatnonzero((cache.slot_of[layer] == ABSENT) & ~cache.being_written()[layer])
@@ -137,29 +164,31 @@ def test_any_order_of_offers_copies_and_landings(data):
                     slot = int(data.draw(st.sampled_from(list(still))))
                     expert = int(data.draw(st.sampled_from(list(absent))))
                     flying.append(cache.unmap_and_write(layer, Swap(expert, slot, int(cache.expert_in[layer, slot]))))
-            case "arrive" if flying and not open_offer:
+            case "arrive" if flying:
                 cache.map_landed(flying.pop(0))
-            case "offer" if not open_offer:
+            case "offer" if len(mapped) < 2:
                 may = cache.may_be_offered()
                 places = np.full((2, 2), ABSENT)
                 for layer in range(2):
                     chosen = np.flatnonzero(may[layer])[: data.draw(st.integers(0, 2))]
                     places[layer, : len(chosen)] = chosen
-                mapped = cache.slot_of.copy()
+                mapped.append(cache.slot_of.copy())
                 cache.offer(offered(cache, places))
-                open_offer = True
-            case "settle" if open_offer:
-                landed = np.full((2, 2), ABSENT)
+            case "settle" if mapped:
+                landed, began = np.full((2, 2), ABSENT), mapped.pop(0)
                 for layer in range(2):
-                    absent = np.flatnonzero(mapped[layer] == ABSENT)
+                    absent = np.flatnonzero(began[layer] == ABSENT)
                     for place, expert in zip(range(data.draw(st.integers(0, 2))), absent, strict=False):
                         landed[layer, place] = expert
                 before = (cache.slot_of != ABSENT).sum(axis=1)
                 entered, left = cache.settle(landed)
                 change = np.bincount(entered, minlength=2) - np.bincount(left, minlength=2)
                 assert ((cache.slot_of != ABSENT).sum(axis=1) == before + change).all()
-                open_offer = False
-            case "fail" if open_offer:
-                cache.settle(None)
-                open_offer = False
+            case "withdraw" if mapped:
+                cache.withdraw()
+                mapped.pop()
+            case "fail":
+                cache.forfeit()
+                mapped.clear()
+        assert (cache.told_map() == cache.slot_of).all()
         cache.check()

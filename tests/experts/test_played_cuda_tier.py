@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 
@@ -41,8 +40,6 @@ def running(
 
 def run_step(manager: OffloadManager, tokens: int, hangs: bool = False) -> None:
     with manager.step():
-        on_device = manager.tier.device_map(manager.cache.slot_of)
-        assert np.array_equal(on_device.numpy(), manager.cache.slot_of), "published at the step's begin"
         for layer in range(LAYERS):
             hidden, ids = torch.randn(tokens, FORMAT.hidden), torch.randint(0, EXPERTS, (tokens, TOP_K))
             weights = torch.rand(tokens, TOP_K)

@@ -1,5 +1,7 @@
 """What the device reads before a step, against what the host said last."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from greenroom.experts.landing import Offers, list_slots
 from greenroom.experts.residency import ABSENT
-from greenroom.experts.step_table import StepTable
+from greenroom.experts.step_table import StepOrder, StepTable
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 EXPERTS = [5, 9]
@@ -20,49 +22,80 @@ def random_offers(random: np.random.Generator, places: int) -> Offers:
     return Offers(appeal, told, list_slots(told))
 
 
-STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans(), st.integers(0, 3)), max_size=12)
+def random_map(random: np.random.Generator) -> np.ndarray:
+    return random.integers(-1, 9, (len(EXPERTS), max(EXPERTS))).astype(np.int32)
+
+
+def contents(table: StepTable) -> list[list[int]]:
+    return [part.tolist() for part in (table.step, table.stream_parts, table.places, table.appeal, table.slot_of)]
+
+
+def check(table: StepTable, order: StepOrder, places: int) -> None:
+    """The device has been told ``order``."""
+    assert table.step[:3].tolist() == [order.rows, order.number, order.unsettled]
+    assert table.stream_parts.tolist() == order.stream_parts.tolist()
+    assert (table.slot_of.cpu().numpy()[:, : max(EXPERTS)] == order.slot_of).all()
+    assert (table.slot_of[:, max(EXPERTS) :] == ABSENT).all()
+    if order.offers is None:
+        assert (table.places.cpu() == ABSENT).all()
+    else:
+        assert (table.appeal.cpu().numpy()[:, : max(EXPERTS)] == order.offers.appeal).all()
+        assert (table.places.cpu().numpy()[:, :, :3] == order.offers.places[:, :places]).all()
+
+
+FEW = st.integers(0, 2)
+STEPS = st.lists(st.tuples(FEW, FEW, FEW, FEW, FEW, st.booleans(), st.integers(0, 3)), max_size=12)
 
 
 @given(st.integers(0, 3), STEPS)
 def test_any_order_of_steps(places, steps):
-    """Few splits and numbers of rows, so that they stay the same at times. Prepared is nothing, what is published then,
-    or something else."""
+    """Few values, so that they stay the same at times. Prepared is nothing, what is published then, or something
+    else."""
     random = np.random.default_rng(len(steps))
     splits = [random.integers(0, 99, max(EXPERTS) + 1).astype(np.int32) for _ in range(3)]
+    maps = [random_map(random) for _ in range(3)]
     table = StepTable(EXPERTS, places, DEVICE)
-    for rows, split, offering, prepared in steps:
+    for rows, split, which, number, unsettled, offering, prepared in steps:
         offers = random_offers(random, places + 1) if offering else None
-        before = [part.tolist() for part in (table.rows, table.stream_parts, table.places, table.appeal)]
+        before = contents(table)
         if prepared == 1:
-            table.prepare(rows, splits[split], offers)
+            table.prepare(splits[split], offers)
         elif prepared > 1:
-            table.prepare(rows + prepared - 2, splits[-1], random_offers(random, places + 1) if prepared == 2 else None)
-        assert before == [part.tolist() for part in (table.rows, table.stream_parts, table.places, table.appeal)]
-        table.publish(rows, splits[split], offers)
-        assert table.rows.tolist() == [rows]
-        assert table.stream_parts.tolist() == splits[split].tolist()
-        if offers is None:
-            assert (table.places.cpu() == ABSENT).all()
-        else:
-            assert (table.appeal.cpu().numpy()[:, : max(EXPERTS)] == offers.appeal).all()
-            assert (table.places.cpu().numpy()[:, :, :3] == offers.places[:, :places]).all()
+            table.prepare(splits[-1], random_offers(random, places + 1) if prepared == 2 else None)
+        assert before == contents(table)
+        order = StepOrder(rows, splits[split], maps[which], offers, number, unsettled)
+        table.publish(order)
+        check(table, order, places)
 
 
 @pytest.mark.parametrize("places", [0, 1, 3])
 def test_nothing_is_offered_at_first_and_layers_are_aligned(places):
     table = StepTable(EXPERTS, places, DEVICE)
     assert table.appeal.cpu()[:, :9].tolist() == [[4, 3, 2, 1, 0] + [-1] * 4, list(range(8, -1, -1))]
-    assert table.rows.tolist() == [0]
+    assert (table.slot_of == ABSENT).all()
+    assert table.step.tolist() == [0] * 4
     assert not table.stream_parts.any()
     assert table.places.shape == (2, places, 4)
     assert (table.places.cpu() == ABSENT).all()
     for layer in range(len(EXPERTS)):
-        assert table.appeal[layer].data_ptr() % 16 == table.places[layer].data_ptr() % 16 == 0
-    assert table.rows.data_ptr() % 16 == 0
+        for part in (table.appeal, table.places, table.slot_of):
+            assert part[layer].data_ptr() % 16 == 0
+    assert table.step.data_ptr() % 16 == 0
 
 
-def test_a_copy_that_is_still_to_be_made_is_not_written_over(monkeypatch):
-    """The device copies when the step before has ended, or earlier: so at the latest when the host begins the next."""
+def test_what_the_device_knows_is_not_copied_again(monkeypatch):
+    table = StepTable(EXPERTS, 2, torch.device("cpu"))
+    random = np.random.default_rng(0)
+    order = StepOrder(1, np.zeros(max(EXPERTS) + 1, dtype=np.int32), random_map(random), random_offers(random, 2), 1)
+    table.publish(order)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **options: pytest.fail("copied"))
+    table.publish(replace(order))
+
+
+@pytest.mark.parametrize("open_steps", [1, 2])
+def test_a_copy_that_is_still_to_be_made_is_not_written_over(monkeypatch, open_steps):
+    """The device copies when the step before has ended: so the host may be one copy ahead when it begins a step, if
+    that one is still open."""
     late = []
     real = torch.Tensor.copy_
 
@@ -76,20 +109,21 @@ def test_a_copy_that_is_still_to_be_made_is_not_written_over(monkeypatch):
     table = StepTable(EXPERTS, 2, torch.device("cpu"))
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     parts = np.zeros(max(EXPERTS) + 1, dtype=np.int32)
-    running = offers = random_offers(random, 2)
+    offers = random_offers(random, 2)
+    orders = []
+
+    def make_copies(leave):
+        while len(late) > leave:
+            real(*late.pop(0))
+            check(table, orders.pop(0), 2)
+
     for number in range(12):
-        table.publish(1, parts, offers)
-        running = offers
+        orders.append(StepOrder(1, parts, random_map(random), offers, number + 1))
+        table.publish(orders[-1])
+        make_copies(leave=1)  # the step before has ended
         if number % 3 < 2:
-            # While the step runs, and its copy may not have been made.
             offers = random_offers(random, 2)
-            table.prepare(1, parts, offers)
+            table.prepare(parts, offers)
         if number % 4 == 3:
             offers = None
-        while late:
-            real(*late.pop())
-        if running is None:
-            assert (table.places == ABSENT).all()
-        else:
-            assert (table.places.numpy()[:, :, :3] == running.places).all()
-            assert (table.appeal.numpy()[:, : max(EXPERTS)] == running.appeal).all()
+        make_copies(leave=open_steps - 1)

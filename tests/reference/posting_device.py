@@ -29,8 +29,8 @@ class PostingDevice:
 
     def divide(self, layer: int, expert: int, first_row: int) -> None:
         """The next requests leave the rows of ``expert`` before ``first_row`` to the device; -1 divides nothing."""
-        self._requests[layer][4] = expert
-        self._requests[layer][5] = first_row
+        self._requests[layer][1] = expert
+        self._requests[layer][2] = first_row
 
     def request(self, layer: int, rows: int) -> None:
         assert not self.requested(layer)

@@ -129,9 +129,9 @@ def test_the_step_behind_which_nothing_follows_is_closed(driver):
     driver.attach(model)
     call(model, driver, 2, rows=2)
     deadline = time.monotonic() + 20
-    while driver._opened is not None and time.monotonic() < deadline:
+    while driver._opened and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert driver._opened is None
+    assert not driver._opened
     call(model, driver, 3, rows=3)
 
 
@@ -154,7 +154,7 @@ def test_a_step_that_does_not_end_is_given_up(rank, monkeypatch):
         monkeypatch.setattr(driver, "mark_end", Never)
         call(model, driver, 2, rows=2)
         with pytest.raises(EngineError, match=r"given up: decode step \d+: .* within 0.05 s"):
-            call(model, driver, 2, rows=2)
+            enqueue_two(driver)
         with pytest.raises(EngineError, match="given up"):
             driver.settle()
     finally:
@@ -185,7 +185,7 @@ def test_a_step_whose_cpu_job_does_not_end_is_given_up(rank, monkeypatch, caplog
             with pytest.raises(
                 EngineError, match=r"given up: decode step \d+: layer 0 has not been answered within 1 s"
             ):
-                call(model, driver, 2, rows=2)
+                enqueue_two(driver)
         driver.close()
         assert boxes.pending() == 0, "the job is not under way"
         assert driver._given_up.endswith("layer 0 has not been answered within 1 s")
@@ -194,6 +194,60 @@ def test_a_step_whose_cpu_job_does_not_end_is_given_up(rank, monkeypatch, caplog
         rank.engine.throttle(1)
     boxes.close()
     assert boxes.pending() is None
+
+
+def enqueue_two(driver):
+    """Steps of no work; at the second one the first is waited for, or the one before it."""
+    for _ in range(2):
+        with driver.counted(2):
+            driver.run(2, lambda: None)
+
+
+class Later:
+    """An end that is reached when the test says so."""
+
+    def __init__(self):
+        self.reached = False
+
+    def query(self):
+        return self.reached
+
+    def synchronize(self):
+        assert self.reached, "waited for, but not at its end"
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="plays when the device ends a step")
+def test_a_step_is_enqueued_while_the_one_before_runs(driver, monkeypatch):
+    model, ends = Model(driver), []
+
+    def mark_end():
+        ends.append(Later())
+        return ends[-1]
+
+    driver.attach(model)
+    monkeypatch.setattr(driver, "mark_end", mark_end)
+    for _ in range(2):
+        call(model, driver, 2, rows=2)
+    assert len(driver._opened) == 2, "the first has not ended"
+    with pytest.raises(AssertionError, match="not at its end"):
+        call(model, driver, 2, rows=2)
+    ends[0].reached = True
+    call(model, driver, 3, rows=3)
+    assert len(driver._opened) == 2
+    for end in ends:
+        end.reached = True
+    call(model, driver, 1, rows=1)
+    assert len(driver._opened) == 1, "ended steps are closed behind what has been enqueued"
+    for _ in range(3):
+        # Host-decided steps, and those that vLLM warms up with, find none under way.
+        ends[-1].reached = True
+        call(model, driver, 9, rows=9)
+        assert not driver._opened
+        call(model, driver, 4, rows=4)
+    ends[-1].reached = True
+    driver.settle()
+    driver.manager.check_invariants()
+    assert driver.manager.counters.total().hits > 0
 
 
 class Raised:

@@ -141,7 +141,7 @@ def _layers(
     with manager:
         boxes = Mailboxes(engine, store, batch, _TOP_K, pin_memory=on_gpu)
         try:
-            path = DecodePath(store, tier.slots, tier.device_map(manager.cache.slot_of), boxes, batch, _TOP_K)
+            path = DecodePath(store, tier.slots, boxes, batch, _TOP_K)
             decode = DecodeSteps(manager, path)
             decode.split = SplitController(float("inf"), 1.0, _EXPERTS)
             yield manager, decode

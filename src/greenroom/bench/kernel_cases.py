@@ -90,15 +90,16 @@ def handing_over(
     import numpy as np
 
     from greenroom.experts.decode_path import DecodePath
+    from greenroom.experts.step_table import StepOrder
 
     on_gpu = device.type == "cuda"
     # The kernels only compute its addresses, but a path refuses what a GPU could not read.
     with HostStore([fmt], [experts], *hardware.page_locks(on_gpu)) as store, CpuExperts(1) as engine:
         boxes = Mailboxes(engine, store, tokens, top_k, pin_memory=on_gpu)
         slots = [torch.empty(0, fmt.block_bytes, dtype=torch.uint8, device=device)]
-        slot_of = torch.full((1, experts), -1, dtype=torch.int32, device=device)
-        path = DecodePath(store, slots, slot_of, boxes, tokens, top_k)
-        path.begin_step(tokens, np.zeros(experts + 1, dtype=np.int32))
+        path = DecodePath(store, slots, boxes, tokens, top_k)
+        nowhere = np.full((1, experts), -1, dtype=np.int32)
+        path.begin_step(StepOrder(tokens, np.zeros(experts + 1, dtype=np.int32), nowhere))
         hidden = torch.randn(tokens, fmt.hidden, device=device).to(fmt.dtype)
         ids = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top_k].contiguous()
         weights = torch.rand(tokens, top_k, device=device)

@@ -104,7 +104,8 @@ def _bench_graph_decode(bench: "_Bench", batch: int, steps: int, repeats: int) -
 
         def run() -> None:
             for _ in range(steps):
-                runner.step()
+                runner.start()
+            runner.wait()
 
         result = bench.measure(run, batch, steps, steps, repeats)
         return replace(result, stages=decode_stages(runner))

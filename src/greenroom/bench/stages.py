@@ -18,7 +18,8 @@ from greenroom.experts.tier import DeviceTier, LayerBatch
 
 if TYPE_CHECKING:  # these need triton
     from greenroom.engine.step_runner import StepRunner
-    from greenroom.experts.decode_steps import DecodeSteps, FinishedStep
+    from greenroom.experts.decode_steps import DecodeSteps
+    from greenroom.experts.finished_step import FinishedStep
 
 STEPS = 20
 """Of decode."""
@@ -31,7 +32,8 @@ Stages = dict[str, Any]
 
 
 def decode_stages(runner: "StepRunner") -> Stages:
-    """Of a few more steps, each of which is waited for: so what the host does between two of them counts in full."""
+    """Of a few more steps, each of which is waited for: so what the host does between two of them counts in full, which
+    it otherwise does while the device works."""
     walls, steps = [], []
     with timed_host(runner.steps) as host:
         for _ in range(STEPS):

@@ -126,7 +126,10 @@ class DecodeLoop:
         config: GenerationConfig,
         streamer: BaseStreamer | None,
     ) -> torch.Tensor:
-        """The same decisions, in the same order, as transformers' own loop: a seed gives the same tokens."""
+        """The same decisions, in the same order, as transformers' own loop: a seed gives the same tokens.
+
+        Tokens are looked at while the next step runs, where the runner can: when they are the last, it is one too many.
+        """
         self.prepare_seconds = 0.0
         runner = self._runner_for(len(input_ids), config.max_length)
         has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -139,18 +142,27 @@ class DecodeLoop:
                     tokens = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
                 else:
                     tokens = scores.argmax(-1)
-                if has_end and not unfinished.all():
+                if has_end:
                     tokens = tokens.where(unfinished, config.pad_token_id)
                 input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
                 unfinished &= ~stopping_criteria(input_ids, None)
+                found = _OnItsWay(tokens, unfinished)
+                # What takes long to prepare must not hold up the first tokens.
+                ahead = runner.runs_ahead and runner.prepared and input_ids.shape[1] < config.max_length
+                if ahead:
+                    logits = runner.start(tokens[:, None])  # waits for the step that these tokens come from
+                else:
+                    runner.wait()
+                chosen, going_on = found.arrived()
                 if streamer is not None:
-                    streamer.put(tokens.cpu())
-                if not unfinished.any():
+                    streamer.put(chosen)
+                if not going_on.any():
                     break
-                self._prepare(runner)
-                logits = runner.step(tokens[:, None])
+                if not ahead:
+                    self._prepare(runner)
+                    logits = runner.start(tokens[:, None])
         finally:
-            runner.flush()
+            runner.discard()
         if streamer is not None:
             streamer.end()
         return input_ids
@@ -192,3 +204,19 @@ class DecodeLoop:
         from greenroom.engine.step_runner import StepRunner  # needs triton, which GPU builds of torch bring
 
         return StepRunner(self._model, rows, max_length)
+
+
+class _OnItsWay:
+    """Copies of tensors for the host, enqueued at once, whatever is enqueued behind them."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._end: torch.cuda.Event | None = None
+        if tensors[0].device.type == "cuda":
+            self._end = torch.cuda.Event()
+            self._end.record(torch.cuda.current_stream(tensors[0].device))
+
+    def arrived(self) -> list[torch.Tensor]:
+        if self._end is not None:
+            self._end.synchronize()
+        return self._copies

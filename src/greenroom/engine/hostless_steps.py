@@ -1,10 +1,13 @@
 """HostlessSteps: forward passes of a few tokens whose experts do not need the host, with a watchdog.
 
 The passes run eagerly or are captured as CUDA graphs; what they compute, and into which tensors, is their caller's.
+A pass may be enqueued while the one before still runs, so that the device need not wait for the host.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -13,12 +16,20 @@ from greenroom.engine.attach import RoutedExperts
 from greenroom.engine.offload import offload_of
 from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
-from greenroom.experts.decode_steps import DecodeSteps
+from greenroom.experts.decode_steps import MOST_OPEN, DecodeSteps
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.watchdog import wait_until
 
 WARM_UP_STEPS = 2
 """Before a capture: they compile kernels, and let libraries allocate what they keep."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A step whose work has been enqueued, up to ``end``; None on a CPU device, where it has been done."""
+
+    end: torch.cuda.Event | None
+    learn: bool
 
 
 class HostlessSteps:
@@ -45,7 +56,8 @@ class HostlessSteps:
         self._watchdog_s = watchdog_s
         self.given_up: str | None = None
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._end = torch.cuda.Event() if self._device.type == "cuda" else None  # of the step that is waited for
+        self._ends = [torch.cuda.Event() for _ in range(MOST_OPEN)] if self._device.type == "cuda" else []
+        self._started: deque[_Started] = deque()  # the oldest first
         self._second: DecodePath | None = None
         path = self._make_path(max_rows, manager.places)
         try:
@@ -95,26 +107,63 @@ class HostlessSteps:
             EngineError: the CPU engine failed, and another step may be run. Or the step did not end in time:
                 nothing can be run any more. Both name layer and step.
         """
+        self.wait()
+        self.start(work, rows, learn, second_rows)
+        if meanwhile is not None:
+            with self._giving_up():
+                meanwhile()
+        self.wait()
+
+    @property
+    def num_started(self) -> int:
+        """Steps that have been started and not waited for."""
+        return len(self._started)
+
+    def start(self, work: Callable[[], None], rows: int, learn: bool = True, second_rows: int | None = None) -> None:
+        """Enqueues one step, and lets the device begin; the one before may still run. ``wait`` must follow.
+
+        Args: those of ``run``.
+
+        Raises:
+            EngineError: nothing can be run any more.
+            RuntimeError: MOST_OPEN have been started already, or one if this one is to run as halves.
+        """
         if self.given_up is not None:
             raise EngineError(self.given_up)
-        steps = self.steps
-        steps.begin(rows, second_rows, land=learn)
-        try:
+        self.steps.begin(rows, second_rows, land=learn)
+        with self._giving_up():
             work()
-            steps.enqueued()
-            self._mark_end()
-            if meanwhile is not None:
-                meanwhile()
-            self._wait()
-        except BaseException as error:
-            self.given_up = f"the runner was given up: {error!r}"
-            where = steps.abandon()
-            if isinstance(error, TimeoutError):
-                late = f"{where} within {self._watchdog_s:g} s"
-                self.given_up = f"the runner was given up: {late}"
-                raise EngineError(late) from error
-            raise
-        steps.finish(learn)
+            self.steps.enqueued()
+            self._started.append(_Started(self._mark_end(), learn))
+
+    def wait(self, leave: int = 0) -> None:
+        """Waits for the steps that have been started, the last ``leave`` excepted.
+
+        Raises:
+            EngineError: as ``run``. Then nothing is left.
+        """
+        while len(self._started) > leave:
+            with self._giving_up():
+                self._wait_for(self._started[0])
+            try:
+                self.steps.finish(self._started.popleft().learn)
+            except EngineError:
+                self.discard()
+                raise
+
+    def discard(self) -> None:
+        """Waits for the steps that have been started, whose results nobody wants: they are not counted.
+
+        Raises:
+            EngineError: they do not end.
+        """
+        while self._started:
+            with self._giving_up():
+                self._wait_for(self._started[0])
+            self._started.popleft()
+            # A job that has failed in it concerns nobody.
+            with suppress(EngineError):
+                self.steps.finish(learn=False)
 
     def hostless(self, forward: Callable[[], None], second: Callable[[], None] | None = None) -> Callable[[], None]:
         """``forward`` with the experts inside going through the decode path.
@@ -145,27 +194,33 @@ class HostlessSteps:
         return graph
 
     def flush(self) -> None:
-        """Counts the last step, which is otherwise done while the next one runs."""
+        """Waits for what has been started, and counts the last step, which is otherwise done while the next one runs.
+
+        Raises:
+            EngineError: as ``run``.
+        """
+        self.wait()
         if self.given_up is None:
             self.steps.flush()
 
     def close(self) -> None:
         """Waits for the device and frees the mailboxes. Idempotent."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.steps.path.mailboxes.close()
-        if self._second is not None:
-            self._second.mailboxes.close()
+        try:
+            self.discard()
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.steps.path.mailboxes.close()
+            if self._second is not None:
+                self._second.mailboxes.close()
 
     def _make_path(self, max_rows: int, places: int = 0) -> DecodePath:
         manager, on_gpu = self._manager, self._device.type == "cuda"
         mailboxes = Mailboxes(self._engine, manager.store, max_rows, self._top_k, on_gpu)
         try:
-            slot_of = manager.tier.device_map(manager.cache.slot_of)
             path = DecodePath(
                 manager.store,
                 manager.tier.slots,
-                slot_of,
                 mailboxes,
                 max_rows,
                 self._top_k,
@@ -197,19 +252,47 @@ class HostlessSteps:
             if side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(side)
 
-    def _mark_end(self) -> None:
+    def _mark_end(self) -> torch.cuda.Event | None:
         """The step ends here, whatever is enqueued behind it."""
-        if self._end is not None:
-            self._end.record(torch.cuda.current_stream(self._device))
+        if not self._ends:
+            return None
+        # That of the step before the one before, which has been waited for.
+        end = self._ends.pop(0)
+        self._ends.append(end)
+        end.record(torch.cuda.current_stream(self._device))
+        return end
 
-    def _wait(self) -> None:
+    def _wait_for(self, started: _Started) -> None:
         """Until the device has come to the step's end.
 
         Raises:
             TimeoutError: it takes too long.
         """
-        if self._end is not None:
-            wait_until(self._end.query, self._watchdog_s, "the device did not come to the step's end")
+        if started.end is not None:
+            wait_until(started.end.query, self._watchdog_s, "the device did not come to the step's end")
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Whatever fails inside, while steps are open: no step can be run any more."""
+        try:
+            yield
+        except BaseException as error:
+            self._started.clear()
+            self.given_up = f"the runner was given up: {error!r}"
+            where = self.steps.abandon(self._all_ended())
+            if isinstance(error, TimeoutError):
+                late = f"{where} within {self._watchdog_s:g} s"
+                self.given_up = f"the runner was given up: {late}"
+                raise EngineError(late) from error
+            raise
+
+    def _all_ended(self) -> Callable[[], bool]:
+        """Whether the device has done all that has been enqueued so far."""
+        if self._device.type != "cuda":
+            return lambda: True
+        end = torch.cuda.Event()
+        end.record(torch.cuda.current_stream(self._device))
+        return end.query
 
 
 def _top_k(model: PreTrainedModel) -> int:

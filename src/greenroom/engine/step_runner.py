@@ -23,7 +23,10 @@ class StepRunner:
     Attributes:
         rows: sequences.
         max_length: tokens of the KV cache, prompt included.
+        runs_ahead: whether a step may be under way when ``start`` returns.
     """
+
+    runs_ahead = True
 
     def __init__(
         self, model: PreTrainedModel, rows: int, max_length: int, *, graph: bool = True, watchdog_s: float = 30.0
@@ -98,7 +101,7 @@ class StepRunner:
             raise ConfigError(
                 f"the runner takes [{self.rows}, < {self.max_length}] prompt tokens, not {[*prompts.shape]}"
             )
-        self.flush()
+        self.discard()
         self._length = None
         cache = DynamicCache(config=self._model.config)
         logits = self._model(input_ids=prompts, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits[
@@ -144,17 +147,56 @@ class StepRunner:
                 in this step: the sequences are lost, and ``prefill`` starts others. Or the step did not end in
                 time: the runner is of no more use and should be closed. Both name layer and step.
         """
+        logits = self.start(ids)
+        self.wait()
+        return logits
+
+    @torch.no_grad()
+    def start(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """``step`` that does not wait for its own end, but for that of the step before: so the device has work while
+        the host looks at what came before.
+
+        Returns:
+            As ``step``; work behind it on the device's current stream finds it complete. Whether the CPU engine failed
+            in it, the next call says, or ``wait``.
+
+        Raises:
+            ConfigError, EngineError: as ``step``, of this step or of the one before.
+        """
         if self._check_can_step() >= self.max_length:
             raise ConfigError(f"the KV cache of {self.max_length} tokens is full")
         self.prepare()
         if ids is not None:
             self._ids[: self.rows] = ids
-        self._run_step()
+        self._start_step()
+        self._waited_for(leave=1)
         assert self._logits is not None
         return self._logits[: self.rows]
 
+    def wait(self) -> None:
+        """Waits for the step that was started, if it has not been waited for.
+
+        Raises:
+            EngineError: as ``step``.
+        """
+        self._waited_for(leave=0)
+
+    def discard(self) -> None:
+        """Waits for the step that was started, which nobody wants any more and which is not counted, and counts the
+        others. ``prefill`` must follow.
+
+        Raises:
+            EngineError: it does not end.
+        """
+        if self._hostless is not None:
+            if self._hostless.num_started:
+                self._length = None
+            self._hostless.discard()
+            self._hostless.flush()
+
     def flush(self) -> None:
-        """Counts the last step, which is otherwise done while the next one runs."""
+        """``wait``; and counts the last step, which is otherwise done while the next one runs."""
+        self.wait()
         if self._hostless is not None:
             self._hostless.flush()
 
@@ -205,13 +247,14 @@ class StepRunner:
             return
         ids = self._ids.clone()
         for _ in range(WARM_UP_STEPS):
-            self._run_step(learn=False)
+            self._start_step(learn=False)
+            self.wait()
             self._set_length(length)
         self._graph = self._hostless.capture(self._forward)
         self._set_length(length)
         self._ids.copy_(ids)
 
-    def _run_step(self, learn: bool = True) -> None:
+    def _start_step(self, learn: bool = True) -> None:
         hostless, length = self._prepared(), self._check_can_step()
         enqueue = self._graph.replay if self._graph is not None else hostless.hostless(self._forward)
 
@@ -220,11 +263,21 @@ class StepRunner:
             enqueue()
 
         try:
-            hostless.run(work, self.rows, learn)
+            hostless.start(work, self.rows, learn)
         except BaseException:
             self._unusable = hostless.given_up
             raise
         self._length = length + 1
+
+    def _waited_for(self, leave: int) -> None:
+        if self._hostless is None:
+            return
+        try:
+            self._hostless.wait(leave)
+        except BaseException:
+            self._length = None
+            self._unusable = self._hostless.given_up
+            raise
 
     def _prepared(self) -> HostlessSteps:
         if self._hostless is None:

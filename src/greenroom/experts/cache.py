@@ -12,9 +12,14 @@ A step may also write slots itself: those that are offered to it. ``offer`` at i
 its end says which experts have landed in them. An offered slot may be mapped: the step then either reads it or writes
 it, as its routing has it.
 
+The next step may begin before ``settle``, with other slots on offer: the device then completes the map that it is told
+by what has landed. It may know more than ``settle`` then enters, which leaves a place empty if a copy brings the same
+expert; but the place keeps what has landed there until that step ends, too.
+
 Each slot counts its changes in ``version``: odd while it is or may be written, even while its contents stand still.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,11 +73,18 @@ class ExpertCache:
         self._arriving = np.zeros((layers, max(num_experts)), dtype=bool)
         self._partial = np.array([0 < slots < experts for slots, experts in zip(num_slots, num_experts, strict=True)])
         self._prepared: _Offer | None = None
-        self._offered: _Offer | None = None
+        self._offered: deque[_Offer] = deque()  # the oldest first
+        self._told: np.ndarray | None = None  # what ``told_map`` returned, while it holds
 
     def layer_map(self, layer: int) -> np.ndarray:
         """int32 [experts]: a view of the layer's row of the map."""
         return self.slot_of[layer, : self.num_experts[layer]]
+
+    def told_map(self) -> np.ndarray:
+        """A copy of ``slot_of`` that is never written into: the same array as long as it holds."""
+        if self._told is None:
+            self._told = self.slot_of.copy()
+        return self._told
 
     def free_slots(self) -> np.ndarray:
         """bool [layers, slots]: slots that hold nothing and are neither being written nor offered."""
@@ -94,11 +106,10 @@ class ExpertCache:
     def at_stake(self) -> np.ndarray:
         """bool [layers, experts]: residents of slots that are offered."""
         mask = np.zeros(self.slot_of.shape, dtype=bool)
-        if self._offered is None:
-            return mask
-        slots = self._offered.slots
-        layer, resident = slots.layer, self.expert_in[slots.layer, slots.slot]
-        mask[layer[resident != ABSENT], resident[resident != ABSENT]] = True
+        for offer in self._offered:
+            layer, slot = offer.slots.layer, offer.slots.slot
+            resident = self.expert_in[layer, slot]
+            mask[layer[resident != ABSENT], resident[resident != ABSENT]] = True
         return mask
 
     def prepare_offer(self, slots: OfferedSlots) -> None:
@@ -114,17 +125,16 @@ class ExpertCache:
         """Lets the step that begins write slots, different ones.
 
         Raises:
-            ValueError: some are offered already, or one is being written, or it does not hold its ``resident``.
+            ValueError: one is being written or offered, or it does not hold its ``resident``.
         """
-        if self._offered is not None:
-            raise ValueError("slots are offered already")
         prepared, self._prepared = self._prepared, None
-        self._offered = prepared if prepared is not None and prepared.slots is slots else self._checked(slots)
-        # One operation: the device idles, and with other threads' weights in the caches each takes microseconds.
-        self.version += self._offered.mask
+        offer = prepared if prepared is not None and prepared.slots is slots else self._checked(slots)
+        # One operation: the device may idle, and with other threads' weights in the caches each takes microseconds.
+        self.version += offer.mask
+        self._offered.append(offer)
 
     def settle(self, landed: np.ndarray | None) -> tuple[list[int], list[int]]:
-        """Ends the offer, once the step has ended: what has landed enters the map, what it displaced leaves.
+        """Ends the oldest offer, once its step has ended: what has landed enters the map, what it displaced leaves.
 
         An expert for which a copy was started meanwhile waits for that one; its place stays empty.
 
@@ -135,9 +145,7 @@ class ExpertCache:
         Returns:
             The layer of each expert that entered the map, and of each that left it.
         """
-        offered, self._offered = self._offered, None
-        if offered is None:
-            return [], []
+        offered = self._offered.popleft()
         self.version += offered.mask
         # One by one: of all that was offered, little is written.
         if landed is None:
@@ -150,9 +158,23 @@ class ExpertCache:
                 for place, expert in enumerate(row)
                 if expert != ABSENT and (layer, place) in offered.slot_at
             ]
+        if writes:
+            self._told = None
         left = [layer for layer, slot, _ in writes if self._empty(layer, slot)]
         entered = [layer for layer, slot, expert in writes if self._enter(layer, slot, expert)]
         return entered, left
+
+    def withdraw(self) -> None:
+        """Ends the last offer; nothing was written."""
+        self.version += self._offered.pop().mask
+
+    def forfeit(self) -> list[int]:
+        """Ends all offers; nobody knows what their places hold.
+
+        Returns:
+            The layer of each expert that left the map.
+        """
+        return [layer for _ in range(len(self._offered)) for layer in self.settle(None)[1]]
 
     def _checked(self, slots: OfferedSlots) -> _Offer:
         at = slots.layer, slots.slot
@@ -189,7 +211,7 @@ class ExpertCache:
             raise ValueError(f"slot {swap.slot} of layer {layer} does not hold expert {swap.victim}")
         if self.slot_of[layer, swap.expert] != ABSENT or self._arriving[layer, swap.expert]:
             raise ValueError(f"expert {swap.expert} of layer {layer} is resident or on its way already")
-        self._prepared = None  # it may be one of those
+        self._prepared = self._told = None  # it may be one of those
         if swap.victim != ABSENT:
             self.slot_of[layer, swap.victim] = ABSENT
         self.expert_in[layer, swap.slot] = ABSENT
@@ -202,6 +224,7 @@ class ExpertCache:
         """Puts an expert whose bytes have arrived into the map."""
         if self._writing[write.layer].pop(write.slot, ABSENT) != write.expert:
             raise ValueError(f"{write} was not started")
+        self._told = None
         self._arriving[write.layer, write.expert] = False
         self.version[write.layer, write.slot] += 1
         self.expert_in[write.layer, write.slot] = write.expert
@@ -209,8 +232,9 @@ class ExpertCache:
 
     def check(self) -> None:
         """Raises AssertionError unless map, slots and versions agree."""
-        slot_at = {} if self._offered is None else self._offered.slot_at
-        offered = {(layer, slot) for (layer, _), slot in slot_at.items()}
+        places = [(layer, slot) for offer in self._offered for (layer, _), slot in offer.slot_at.items()]
+        offered = set(places)
+        assert len(offered) == len(places), "a slot is offered twice"
         for layer, (experts, slots) in enumerate(zip(self.num_experts, self.num_slots, strict=True)):
             for expert, slot in enumerate(self.slot_of[layer]):
                 assert slot == ABSENT or (expert < experts and slot < slots), f"layer {layer}: {expert} -> {slot}"

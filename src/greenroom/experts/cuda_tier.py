@@ -63,10 +63,7 @@ class CudaTier(DeviceTier):
         self._staging = Staging(device)
         self._write_stream = torch.cuda.Stream(device)
         self._step_end = torch.cuda.Event()
-        self._map_published = torch.cuda.Event()
-        shape = (len(store), max(store.num_experts))
-        self._map_twin = torch.full(shape, -1, dtype=torch.int32, pin_memory=True)
-        self._map = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._slot_of: np.ndarray | None = None  # the running step's map
         self._writes: deque[tuple[SlotWrite, torch.cuda.Event]] = deque()
 
     @property
@@ -76,9 +73,6 @@ class CudaTier(DeviceTier):
     @property
     def slots(self) -> list[torch.Tensor]:
         return self._slots
-
-    def device_map(self, slot_of: np.ndarray) -> torch.Tensor:
-        return self._map
 
     @property
     def group_size(self) -> int:
@@ -99,13 +93,7 @@ class CudaTier(DeviceTier):
         return statistics.median(rates)
 
     def begin_step(self, slot_of: np.ndarray) -> None:
-        if np.array_equal(self._map_twin.numpy(), slot_of):
-            return  # the device has it: only this method writes either
-        # The copy of the step before may still be reading the twin.
-        self._map_published.synchronize()
-        self._map_twin.numpy()[:] = slot_of
-        self._map.copy_(self._map_twin, non_blocking=True)
-        self._map_published.record(torch.cuda.current_stream(self.device))
+        self._slot_of = slot_of
 
     def read_routing(self, batch: LayerBatch) -> HostRouting:
         self._staging.request(batch)
@@ -232,10 +220,11 @@ class CudaTier(DeviceTier):
         following = layer + 1
         if following == len(self._store) or not plan.streamed:
             return
+        assert self._slot_of is not None
         experts = choose_ahead(
             plan.counts,
             sum(len(group) for group in plan.streamed),
-            self._map_twin.numpy()[following, : self._store.num_experts[following]],
+            self._slot_of[following, : self._store.num_experts[following]],
             self._popularity[following],
             self._copies.ahead_capacity,
         )

@@ -8,6 +8,8 @@ Who writes what:
 
 - The host writes the ``StepTable`` before a step's work is enqueued: into one of two twins, of which the other one's
   copy may still be made for the step that runs.
+- The device writes down what a step does (``PathRecord``); behind the step a copy brings it to the host, into one of
+  two places by turns, of which the host may still read the other one when the next step ends.
 - Buffers on the device belong to one stream: its order keeps layers apart.
 - The fetch buffer is filled and read on a stream of its own, behind the dispatch kernel, while resident experts run;
   the two streams meet again before combine. Each entry has its own rows of activations and outputs. Cache slots in
@@ -27,7 +29,8 @@ from greenroom.experts.formats import ALIGNMENT, ExpertFormat
 from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.path_buffers import PathBuffers
-from greenroom.experts.step_table import StepTable
+from greenroom.experts.path_record import PathRecord
+from greenroom.experts.step_table import StepOrder, StepTable
 from greenroom.experts.store import HostStore
 from greenroom.kernels.gpu.combine import combine_kernel
 from greenroom.kernels.gpu.dispatch import dispatch_kernel
@@ -48,16 +51,13 @@ class DecodePath:
         timed: whether the device has a clock that kernels can read.
         may_miss: whether a layer may have experts without a slot, and so ask something of the CPU engine.
         wait_limit_s: seconds that a layer waits for the CPU engine on a CPU device, where waiting blocks.
-        lane_spans: int64 [layers, 8] in host memory, written by the device: nanoseconds of the device's clock
-            at the end of dispatch, at the end of the last expert read over PCIe (older if there was none), and
-            at the begin of combine. Zeros on a CPU device.
+        record: what steps have done.
     """
 
     def __init__(
         self,
         store: HostStore,
         slots: list[torch.Tensor],
-        slot_of: torch.Tensor,
         mailboxes: Mailboxes,
         max_tokens: int,
         top_k: int,
@@ -68,7 +68,6 @@ class DecodePath:
         Args:
             store: page-locked, so that the device can read it.
             slots: uint8 [slots, block_bytes] a layer, on the device.
-            slot_of: int32 [layers, experts] on the device, the step's map.
             mailboxes: for this store, ``max_tokens`` and ``top_k``.
             places: cache slots a layer that ``begin_step`` may offer; 0 for none.
             cache_topk: only a token's so many heaviest choices may land; None for all.
@@ -76,7 +75,7 @@ class DecodePath:
         Raises:
             ConfigError: the device cannot read the store.
         """
-        device = slot_of.device
+        device = slots[0].device
         if device.type == "cuda" and not store.locked:
             raise ConfigError("a GPU cannot read experts in memory that is not page-locked; drop pin_memory=False")
         if any(slot.data_ptr() % ALIGNMENT for slot in slots):
@@ -88,37 +87,32 @@ class DecodePath:
         self.top_k = top_k
         self._store = store
         self._slots = slots
-        self._slot_of = slot_of
         self.mailboxes = mailboxes
         self._host_base = [int(store.addresses(layer)[0]) for layer in range(len(store))]
         self.may_miss = any(self._may_miss(layer) for layer in range(len(store)))
         self._buffers = PathBuffers.of(store, max_tokens, top_k, self.may_miss, device)
-        self.lane_spans = self._buffers.lane_spans
         self.places = self._count_places(places)
         self._leading = top_k if cache_topk is None else min(cache_topk, top_k)
         self._fetch_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._table = StepTable(store.num_experts, self.places, device)
+        self.record = PathRecord(len(store), max_tokens, top_k, self.places, device)
 
     @property
     def device_bytes(self) -> int:
         """Of buffers for experts and their activations."""
         return self._buffers.nbytes
 
-    def begin_step(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
-        """Enqueues what the step's kernels need to know. The step before must have ended.
+    def begin_step(self, order: StepOrder) -> None:
+        """Enqueues what the step's kernels need to know. At most one step before it has not ended.
 
-        Args:
-            rows: of the batch that are no padding; they come first.
-            stream_parts: int32 [experts + 1], how many sixteenths of so many absent experts go over PCIe. Nobody
-                writes into it any more: the same array says the same.
-            offers: cache slots for experts to land in; of each layer the first ``places``.
+        Of offers each layer's first ``places`` count.
         """
-        self._table.publish(rows, stream_parts, offers)
+        self._table.publish(order)
 
-    def prepare_step(self, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
-        """While a step runs: writes down what ``begin_step`` will most likely be called with, so that it has less to
+    def prepare_step(self, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
+        """While a step runs: writes down what the next order will most likely say, so that ``begin_step`` has less to
         do. Nothing else comes of it."""
-        self._table.prepare(rows, stream_parts, offers)
+        self._table.prepare(stream_parts, offers)
 
     def _may_miss(self, layer: int) -> bool:
         """A layer with a slot for each expert is filled before the first step and stays so."""
@@ -157,7 +151,7 @@ class DecodePath:
     def _dispatch(
         self, layer: int, fmt: ExpertFormat, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        box, (tokens, top_k) = self.mailboxes, ids.shape
+        box, notes, (tokens, top_k) = self.mailboxes, self.record.device, ids.shape
         num_experts = self._store.num_experts[layer]
         places = self.places if self._may_land(layer) else 0
         experts_pow2, pairs_pow2 = triton.next_power_of_2(num_experts), triton.next_power_of_2(tokens * top_k)
@@ -165,8 +159,8 @@ class DecodePath:
             hidden,
             ids,
             weights,
-            self._table.rows,
-            self._slot_of[layer],
+            self._table.step,
+            self._table.slot_of[layer],
             self._table.stream_parts,
             self._table.appeal[layer],
             self._table.places[layer],
@@ -179,12 +173,15 @@ class DecodePath:
             self._buffers.gpu_ids,
             self._buffers.cpu_num,
             box.hidden[layer],
-            box.ids[layer],
             box.cpu_ids[layer],
             box.weights[layer],
             box.request[layer],
             box.done[layer],
-            self._buffers.spans[layer],
+            notes.ids[layer],
+            notes.weights[layer],
+            notes.counts[layer],
+            notes.spans[layer],
+            notes.landings[layer],
             self._slots[layer].data_ptr(),
             self._host_base[layer],
             self._buffers.fetched.data_ptr(),
@@ -252,7 +249,7 @@ class DecodePath:
         if part is RESIDENT:
             most = min(most, len(self._slots[layer]))
         launch_up(buffers.act, hidden, buffers.gpu_ids, self.top_k, buffers.entries, most, fmt, part)
-        spans = buffers.spans[layer]
+        spans = self.record.device.spans[layer]
         launch_down(buffers.partial, buffers.act, buffers.gpu_ids, weights, buffers.entries, most, spans, fmt, part)
 
     def _combine(self, layer: int, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -266,9 +263,9 @@ class DecodePath:
             self._buffers.cpu_num,
             self.mailboxes.out[layer],
             self.mailboxes.done[layer],
-            self._table.rows,
-            self._buffers.spans[layer],
-            self.lane_spans[layer],
+            self.mailboxes.busy_ns[layer],
+            self._table.step,
+            self.record.device.spans[layer],
             TOP_K=self.top_k,
             HIDDEN=width,
             BLOCK=block,

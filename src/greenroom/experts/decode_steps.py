@@ -6,116 +6,63 @@ The order of one step, the device's work between ``begin`` and ``finish``::
     ...           the caller enqueues the step's work, or replays its graph
     enqueued()    marks its end; then, while the device works, learns from the step before
     ...           the caller waits for the work's end
-    finish()      what landed in offered slots enters the map; keeps what the step's mailboxes say; CPU threads park;
-                  errors surface
+    finish()      what landed in offered slots enters the map; CPU threads park; errors surface
+
+The next step may begin, and be enqueued, before the one before is finished: so the device need not idle while the host
+does all this. Two steps may be open at most. What both write on the device, its order keeps apart; what the host reads
+of a step, the device copies into one of two places by turns. CPU threads then poll until no step is open.
 
 A step may run as two halves at once, each through a path of its own with mailboxes of its own. They share the map, the
 split and what is learnt: the host treats them as one step.
 
 So statistics and swaps are off the step's path. A victim that is chosen while step N runs leaves the map at
-N + 1, and its slot is written after the end of N, which is the last step that may read it.
+N + 1, and its slot is written after the end of N, which is the last step that may read it. With two steps open, N is
+the later one.
 
-What lands in passing, in slots that were offered to step N, is in the map of N + 1. A step that runs as two halves is
-offered none: each half writes where it does not read, but the other may.
+What lands in passing, in slots that were offered to step N, is in the map of N + 1: by ``finish``, or if N is still
+open then, the device itself completes the map by what it has noted of N. A step that runs as two halves is offered
+none: each half writes where it does not read, but the other may. Nor does it begin while another step is open.
 """
 
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
+from greenroom.experts.finished_step import FinishedStep
 from greenroom.experts.landing import Offers
+from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager, StepRecord
-from greenroom.experts.split import AskedLayers, LaneTimes, SplitController
-from greenroom.experts.step_part import StepPart, busy_s
+from greenroom.experts.split import SplitController
+from greenroom.experts.step_part import StepPart, take_failure
+from greenroom.experts.step_table import StepOrder
 
-_WAITED_NS = 10_000
-"""The device's clock between the GPU's experts and combine's end, if it did not wait for the CPU: less than this."""
+MOST_OPEN = 2
+"""Steps that may be open at once."""
+
+_NUMBERS = 1 << 30
+"""Steps after which numbers that the device is told begin anew."""
 
 _LATE_JOB_S = 0.5
 """How long a step that is given up waits for CPU jobs that were begun."""
 
 
 @dataclass(frozen=True)
-class FinishedStep:
-    """Copies of what a step left in the mailboxes of its parts.
+class _Open:
+    """A step that has begun and is not finished. landing: slots are offered to it."""
 
-    ids: int32 [layers, rows, K]. weights: float32 [layers, rows, K]. All parts' rows.
-    lanes: int32 [parts, layers, 5], experts that were resident, streamed, on the CPU; the divided one, or -1, and how
-        many rows of its inner width were streamed.
-    busy_ns: int64 [parts, layers], the CPU's time. spans: int64 [parts, layers, 8], the device's clock.
-    landing: slots were offered to the step.
-    """
-
-    ids: np.ndarray
-    weights: np.ndarray
-    lanes: np.ndarray
-    busy_ns: np.ndarray
-    spans: np.ndarray
+    number: int
+    parts: tuple[StepPart, ...]
     landing: bool
 
-    @classmethod
-    def of(cls, parts: list[StepPart], landing: bool) -> "FinishedStep":
-        if len(parts) > 1:
-            return cls(
-                np.concatenate([part.ids[:, : part.rows] for part in parts], axis=1),
-                np.concatenate([part.weights[:, : part.rows] for part in parts], axis=1),
-                np.stack([part.lanes for part in parts]),
-                np.stack([part.busy_ns for part in parts]),
-                np.stack([part.spans for part in parts]),
-                landing,
-            )
-        # The usual case, and the device idles: copies, and nothing else.
-        part = parts[0]
-        return cls(
-            part.ids[:, : part.rows].copy(),
-            part.weights[:, : part.rows].copy(),
-            part.lanes[None].copy(),
-            part.busy_ns[None].copy(),
-            part.spans[None].copy(),
-            landing,
-        )
-
-    def times(self, inter: np.ndarray, timed: bool) -> LaneTimes:
-        """
-        Args:
-            inter: int [layers], inner width of the experts.
-            timed: whether the device has a clock; without one nothing is known about its lane.
-        """
-        divided = self.lanes[..., 4] / inter
-        crossing = self.lanes[..., 1] + divided
-        streamed, on_cpu = crossing > 0, self.lanes[..., 2] > 0
-        spans = self.spans[streamed]
-        return LaneTimes(
-            streamed=float(crossing.sum()) if timed else 0,
-            # Halves share the link while both read from it; their CPU jobs take turns.
-            streamed_s=busy_s(spans[:, 0], spans[:, 1]),
-            cpu=float((self.lanes[..., 2] - divided).sum()),
-            cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
-            streaming_layers=int(streamed.any(axis=0).sum()),
-            asked=self._asked(on_cpu[0], crossing[0], divided[0]) if timed and len(self.lanes) == 1 else None,
-        )
-
-    def _asked(self, on_cpu: np.ndarray, crossing: np.ndarray, divided: np.ndarray) -> AskedLayers:
-        """Of a step in one piece: in halves one's answer also waits for the other's job.
-
-        Args:
-            on_cpu: bool [layers], which ones. crossing, divided: float [layers].
-        """
-        posted, crossed, combined = (self.spans[0, on_cpu, moment] for moment in range(3))
-        # An older time means that nothing crossed.
-        waited = combined - np.maximum(posted, crossed) > _WAITED_NS
-        work = self.busy_ns[0, on_cpu]
-        delays = np.where(waited, np.maximum(combined - posted - work, 0), 0)
-        return AskedLayers(
-            streamed=crossing[on_cpu],
-            cpu=(self.lanes[0, :, 2] - divided)[on_cpu],
-            work_s=work / 1e9,
-            delays_s=delays / 1e9,
-            seconds=np.maximum(combined - posted, 0) / 1e9,
-        )
+    @property
+    def told_number(self) -> int:
+        """For the device: at least 1."""
+        return self.number % _NUMBERS + 1
 
 
 class DecodeSteps:
@@ -126,22 +73,27 @@ class DecodeSteps:
         self.path = path
         self.split = _first_split(manager, link_bytes)
         self._manager = manager
-        self._first = StepPart(path)
-        self._second: StepPart | None = None
-        self._parts = [self._first]  # of the step that is open, or was last
+        self._second: DecodePath | None = None
         self._inter = np.array([fmt.inter for fmt in manager.store.formats])
-        self._number = 0
-        self._landing = False  # slots are offered to the step that is open
-        self._finished: FinishedStep | None = None
+        self._number = 0  # of the next step
+        self._open: deque[_Open] = deque()  # the oldest first
+        self._marked: _Open | None = None  # whose work was enqueued last
+        self._given_up: list[Mailboxes] = []
+        self._finished: _Open | None = None  # what it has noted has not been learnt from
 
     @property
     def last(self) -> FinishedStep | None:
-        """What the last step left, until the next one has been enqueued; None if it taught nothing."""
-        return self._finished
+        """What the last finished step left, until it has been learnt from; None if it teaches nothing."""
+        return None if self._finished is None else FinishedStep.of(self._finished.parts, self._finished.landing)
+
+    @property
+    def num_open(self) -> int:
+        """Steps that have begun and are not finished."""
+        return len(self._open)
 
     def use_second(self, path: DecodePath | None) -> None:
         """The path of second halves, or None for none any more. Between steps."""
-        self._second = None if path is None else StepPart(path)
+        self._second = path
 
     def begin(self, rows: int, second_rows: int | None = None, land: bool = True) -> None:
         """Opens a step of ``rows`` sequences; rows of padding come behind them.
@@ -149,65 +101,102 @@ class DecodeSteps:
         Args:
             second_rows: of a step that runs as two halves, the second one's; ``rows`` are then the first one's.
             land: whether its experts may land in cache slots, as far as its path lets them.
+
+        Raises:
+            RuntimeError: too many steps are open.
         """
-        self._manager.begin_step()
-        self._parts = []
-        self._landing = land and second_rows is None and self.path.places > 0
+        if len(self._open) >= (MOST_OPEN if second_rows is None else 1):
+            raise RuntimeError(f"{len(self._open)} steps are open already; finish one first")
+        if self._open:
+            self._manager.map_landed()
+        else:
+            self._manager.begin_step()
+        step = self._next_step(rows, second_rows, land)
+        offers = None
         try:
-            stream_parts = self.split.stream_parts()
-            offers = self._manager.offer(self.path.places) if self._landing else None
-            self._open(self._first, rows, stream_parts, offers)
-            if second_rows is not None:
-                assert self._second is not None
-                self._open(self._second, second_rows, stream_parts)
+            if step.landing:
+                offers = self._manager.offer(self.path.places)
+            for part in step.parts:
+                part.begin(self._order(step, part, offers))
         except BaseException:
-            self._disarm()
-            self._leave()
+            if offers is not None:
+                self._manager.withdraw_offer()
+            self._leave(step.parts)
+            if not self._open:
+                self._manager.leave_step()
             raise
+        self._open.append(step)
+        self._number += 1
 
     def enqueued(self) -> None:
-        """All of the step's work has been enqueued on the device's current stream."""
+        """All of the work of the step that was opened last has been enqueued on the device's current stream."""
+        for part in self._open[-1].parts:
+            part.enqueued()
         self._manager.tier.end_step()
+        self._marked = self._open[-1]
         self.flush()
 
     def finish(self, learn: bool = True) -> None:
-        """The step's work has ended.
+        """The work of the oldest open step has ended, and its notes are on the host.
 
         Args:
             learn: False for warm-up passes: nothing is counted.
 
         Raises:
-            EngineError: the CPU engine failed in one of its layers; the sentence names step and layer.
+            EngineError: the CPU engine failed in one of its layers, or in one of the step behind it if that is open;
+                the sentence names step and layer.
         """
-        number, self._number = self._number, self._number + 1
+        step = self._open.popleft()
         try:
-            if self._disarm():
-                self._raise_failure(number)
-            if learn:
-                self._keep()
+            failed = self._leave(step.parts)
+            if step.landing:
+                self._manager.take_landed(step.parts[0].notes.landed(step.told_number))
         finally:
-            self._leave()
+            if not self._open:
+                self._manager.leave_step()
+        if failed:
+            self._raise_failure(step)
+        if learn:
+            self._finished = step
+        if self._open and self._open[-1] is self._marked:
+            self.flush()  # while that one runs
 
-    def abandon(self) -> str:
-        """Gives up a step that failed or does not end: answers every wait, and says where it stood. The last step.
+    def abandon(self, ended: Callable[[], bool] = lambda: True) -> str:
+        """Gives up all steps that are open, since one failed or does not end: answers every wait, and says where the
+        oldest stood. The last steps.
 
         Returns soon, whatever the CPU engine does. A job that was begun may still write its layer's output and raise
-        done again, long after this. Only the device may read that, in this step, whose results are void.
+        done again, long after this. Only the device may read that, in these steps, whose results are void.
+
+        Args:
+            ended: whether the device has come to the end of all that was enqueued.
         """
-        waiting = self._waiting()
+        where = f"decode step {self._open[0].number}: {self._waiting()}"
         deadline = time.monotonic() + _LATE_JOB_S
+        paths = {part.path for step in self._open for part in step.parts}
+        self._given_up = [path.mailboxes for path in paths]
         # Each part's stream waits for its own mailboxes: all are released before any is waited for.
-        for part in self._parts:
-            part.path.mailboxes.abandon(0)
-        for part in self._parts:
-            part.path.mailboxes.abandon(max(0.0, deadline - time.monotonic()))
+        for mailboxes in self._given_up:
+            mailboxes.abandon(0)
+        self.release(ended)
+        for mailboxes in self._given_up:
+            mailboxes.abandon(max(0.0, deadline - time.monotonic()))
+        self._open.clear()
         # Also marks the end of what was enqueued so far: it still reads slots.
         self._manager.abandon_step()
-        return f"decode step {self._number}: {waiting}"
+        return where
+
+    def release(self, ended: Callable[[], bool]) -> None:
+        """Of steps that were given up: answers what the device asks until it has come to their end, or does not."""
+        deadline = time.monotonic() + _LATE_JOB_S
+        # A step behind another one waits for the same words once more.
+        while not ended() and time.monotonic() < deadline:
+            for mailboxes in self._given_up:
+                mailboxes.release_device()
 
     def flush(self) -> None:
-        """Learns from the last finished step, if that has not been done."""
-        finished, self._finished = self._finished, None
+        """Learns from the last finished step, if that has not been done. No step is open whose work is not enqueued."""
+        finished, self._finished = self.last, None
         if finished is None:
             return
         self._manager.learn(
@@ -215,45 +204,60 @@ class DecodeSteps:
         )
         self.split.observe(finished.times(self._inter, self.path.timed))
         # Most likely the next step is like this one.
-        self.path.prepare_step(finished.ids.shape[1], self.split.stream_parts(), self._manager.next_offers)
+        self.path.prepare_step(self.split.stream_parts(), self._manager.next_offers)
 
-    def _keep(self) -> None:
-        self._finished = FinishedStep.of(self._parts, self._landing)
+    def _next_step(self, rows: int, second_rows: int | None, land: bool) -> _Open:
+        turn = self._number % MOST_OPEN
+        parts = [StepPart(self.path, rows, turn)]
+        if second_rows is not None:
+            assert self._second is not None
+            parts.append(StepPart(self._second, second_rows, turn))
+        return _Open(self._number, tuple(parts), land and second_rows is None and self.path.places > 0)
 
-    def _open(self, part: StepPart, rows: int, stream_parts: np.ndarray, offers: Offers | None = None) -> None:
-        self._parts.append(part)
-        part.begin(rows, stream_parts, offers)
+    def _order(self, step: _Open, part: StepPart, offers: Offers | None) -> StepOrder:
+        before = self._open[-1] if self._open else None
+        # Where nothing lands the device need not tell one step from another.
+        numbered = part.path.places > 0
+        return StepOrder(
+            part.rows,
+            self.split.stream_parts(),
+            self._manager.cache.told_map(),
+            offers,
+            step.told_number if numbered else 0,
+            before.told_number if before is not None and before.landing else 0,
+        )
 
-    def _leave(self) -> None:
-        """Closes a step of which nothing runs any more."""
-        try:
-            if self._landing:
-                self._manager.take_landed(self._first.landed)
-        finally:
-            self._manager.leave_step()
+    def _leave(self, parts: Sequence[StepPart]) -> bool:
+        """Of a step of which nothing runs any more. The last one's CPU threads may sleep.
 
-    def _disarm(self) -> bool:
-        """Whether a job has failed."""
-        failed = [part.path.mailboxes.disarm() for part in self._parts]
+        Returns:
+            Whether a job may have failed.
+        """
+        if self._open:
+            return True
+        failed = [part.path.mailboxes.disarm() for part in parts]
         return any(failed)
 
-    def _raise_failure(self, number: int) -> None:
-        """Of all failures the first one; the others would otherwise be taken for the next step's."""
-        failures = [(part, error) for part in self._parts if (error := part.failure()) is not None]
+    def _raise_failure(self, step: _Open) -> None:
+        """Of all failures the first one, if there is any; the others would otherwise be taken for the next step's."""
+        failures = [(part, error) for part in step.parts if (error := take_failure(part.path)) is not None]
+        number = f"{step.number} or {step.number + 1}" if self._open else f"{step.number}"
         for part, error in failures:
-            raise EngineError(f"decode step {number}, {self._of_half(part)}{error}") from error
+            raise EngineError(f"decode step {number}, {_half(step, part)}{error}") from error
 
     def _waiting(self) -> str:
-        for part in self._parts:
-            if (layer := part.path.mailboxes.pending()) is not None:
-                return f"{self._of_half(part)}layer {layer} has not been answered"
+        for step in self._open:
+            for part in step.parts:
+                if (layer := part.path.mailboxes.pending()) is not None:
+                    return f"{_half(step, part)}layer {layer} has not been answered"
         return "no layer has a request open"
 
-    def _of_half(self, part: StepPart) -> str:
-        """Where a step ran as halves, which one ``part`` was."""
-        if len(self._parts) == 1:
-            return ""
-        return f"{'first' if part is self._parts[0] else 'second'} half, "
+
+def _half(step: _Open, part: StepPart) -> str:
+    """Where a step ran as halves, which one ``part`` was."""
+    if len(step.parts) == 1:
+        return ""
+    return f"{'first' if part is step.parts[0] else 'second'} half, "
 
 
 def _first_split(manager: OffloadManager, link_bytes: float) -> SplitController:

@@ -47,9 +47,6 @@ class HostTier(DeviceTier):
         """Copying from memory to memory first never pays: that lane is closed."""
         return CostModel(copy_bytes_per_s=0, cpu_bytes_per_s=1, cpu_flops_per_s=1)
 
-    def begin_step(self, slot_of: np.ndarray) -> None:
-        """The map is read where it lies; nothing has to be published."""
-
     def read_routing(self, batch: LayerBatch) -> HostRouting:
         return HostRouting(batch.ids.numpy(), batch.weights.numpy())
 

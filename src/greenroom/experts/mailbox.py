@@ -28,11 +28,8 @@ _DESTROY_S = 0.5
 _LINE = 64
 """Bytes of a cache line. Words that different sides write share none."""
 
-_DIVIDED_WORD = 4
+_DIVIDED_WORD = 1
 """Of a request's line: the divided expert, and behind it the CPU's first row."""
-
-LANDED_WORD = 6
-"""Of a request's line: from here on, the experts that have landed in cache slots."""
 
 
 class Mailboxes:
@@ -41,14 +38,11 @@ class Mailboxes:
     All tensors are on the CPU, page-locked if asked for, and start as zeros but for one word:
 
     - ``request``: int32 [L, 16]. Word 0 of each row: rows posted. The device writes it behind everything else,
-      the engine clears it before it begins. Words 1 to 3: the device's statistics, which the engine does not read.
-      Words 4 and 5: an expert that is divided between device and CPU, or -1 (at first) for none, and the first row
-      of its inner width that the CPU computes, a multiple of 32 within the width. The CPU adds its down bias.
-      From word 6 on: for each slot that was offered the expert that has landed in it, or -1; the host sets them to -1
-      before a step.
+      the engine clears it before it begins. Words 1 and 2: an expert that is divided between device and CPU, or -1 (at
+      first) for none, and the first row of its inner width that the CPU computes, a multiple of 32 within the width.
+      The CPU adds its down bias.
     - ``done``: int32 [L, 16]. Word 0: 1 once ``out`` is complete (or the job failed). The device clears it.
     - ``hidden``: of each layer, [max_tokens, H] of its dtype.
-    - ``ids``: int32 [L, max_tokens, K]. Every choice, for statistics; the engine does not read it.
     - ``cpu_ids``: int32 [L, max_tokens, K]. The choices that the CPU computes, -1 for others.
     - ``weights``: float32 [L, max_tokens, K].
     - ``out``: of each layer, float32 [max_tokens, H]. The sum over the CPU's choices; only posted rows are written.
@@ -85,7 +79,6 @@ class Mailboxes:
         self.done = _lines(layers, torch.int32, pin_memory)
         self.busy_ns = _lines(layers, torch.int64, pin_memory)
         choices = (layers, max_tokens, top_k)
-        self.ids = torch.zeros(choices, dtype=torch.int32, pin_memory=pin_memory)
         self.cpu_ids = torch.zeros(choices, dtype=torch.int32, pin_memory=pin_memory)
         self.weights = torch.zeros(choices, dtype=torch.float32, pin_memory=pin_memory)
         self.hidden: list[torch.Tensor] = []
@@ -160,6 +153,10 @@ class Mailboxes:
         # Without the lock: whoever has it may wait for the very job that does not end.
         self._abandoned = True
         return _abandon(self._handle, limit_s)
+
+    def release_device(self) -> None:
+        """Of abandoned mailboxes: raises done of every layer once more, for a device that has asked since."""
+        self.done[:, 0] = 1
 
     def raise_failure(self) -> None:
         """Raises the first failure since the last call, if there was one.

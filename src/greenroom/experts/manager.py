@@ -139,13 +139,18 @@ class OffloadManager:
         if not self._step_lock.acquire(blocking=False):
             raise RuntimeError("a step is running already; one thread at a time may run the model")
         try:
-            for write in self.tier.landed_writes():
-                self.cache.map_landed(write)
+            self.map_landed()
             self.tier.begin_step(self.cache.slot_of)
         except BaseException:
             self._step_lock.release()
             raise
         self._valid_rows = valid_rows
+
+    def map_landed(self) -> None:
+        """Copies that have arrived enter the map; also between two steps that follow each other closely, of which the
+        first one has not been closed."""
+        for write in self.tier.landed_writes():
+            self.cache.map_landed(write)
 
     def record(self, layer: int, routing: HostRouting, plan: Dispatch) -> None:
         """Takes note of one layer's routing within a step."""
@@ -178,11 +183,11 @@ class OffloadManager:
             self.tier.abandon_step()
         finally:
             self.next_offers = None
-            self._count_landed(*self.cache.settle(None))
+            self._count_landed([], self.cache.forfeit())
             self._clear_step()
 
     def offer(self, places: int) -> Offers:
-        """Lets the decode step that has begun write cache slots of its choice, until ``take_landed``.
+        """Lets the decode step that begins write cache slots of its choice, until ``take_landed``.
 
         Args:
             places: slots a layer at most.
@@ -194,8 +199,12 @@ class OffloadManager:
         self.cache.offer(offers.slots)
         return offers
 
+    def withdraw_offer(self) -> None:
+        """The last offer: its step does not begin after all."""
+        self.cache.withdraw()
+
     def take_landed(self, landed: np.ndarray) -> None:
-        """The step has ended; for the next one, what has landed is in the map.
+        """The oldest step that was offered slots has ended; from here on, what has landed is in the map.
 
         Args:
             landed: int [layers, places], the expert in each place that was offered, ABSENT for none.

@@ -22,8 +22,6 @@ class PathBuffers:
         fetched: uint8, room for as many experts as there are fetch slots, or empty if none is ever fetched.
         gpu_ids: int32 [pairs], the GPU's choices, -1 elsewhere. cpu_num: int32 [1], experts left to the CPU.
         act: [entries, tokens, inner width], of the experts' dtype. partial: float32 [pairs, hidden].
-        spans: int64 [layers, 4], the device's clock at the end of dispatch, at the end of the experts read over PCIe,
-            and at the begin of combine. lane_spans: int64 [layers, 8] in host memory, a copy.
     """
 
     entries: Entries
@@ -34,8 +32,6 @@ class PathBuffers:
     cpu_num: torch.Tensor
     act: torch.Tensor
     partial: torch.Tensor
-    spans: torch.Tensor
-    lane_spans: torch.Tensor
 
     @classmethod
     def of(cls, store: HostStore, max_tokens: int, top_k: int, may_miss: bool, device: torch.device) -> Self:
@@ -63,8 +59,6 @@ class PathBuffers:
             cpu_num=zeros(1, torch.int32),
             act=zeros(entries * max_tokens * inter, store.formats[0].dtype),
             partial=zeros(pairs * hidden, torch.float32),
-            spans=zeros(len(store) * 4, torch.int64).view(-1, 4),
-            lane_spans=torch.zeros(len(store), 8, dtype=torch.int64, pin_memory=device.type == "cuda"),
         )
 
     @property

@@ -65,13 +65,8 @@ class DeviceTier(ABC):
     def slots(self) -> list[torch.Tensor]:
         """uint8 [slots, block_bytes] of each layer, on the device."""
 
-    def device_map(self, slot_of: np.ndarray) -> torch.Tensor:
-        """int32 [layers, experts] on the device, as ``begin_step`` last published it. Here: where the host keeps it."""
-        return torch.from_numpy(slot_of)
-
-    @abstractmethod
-    def begin_step(self, slot_of: np.ndarray) -> None:
-        """Makes ``slot_of`` (int32 [layers, experts]) the map of the coming step."""
+    def begin_step(self, slot_of: np.ndarray) -> None:  # noqa: B027 - most have nothing to do
+        """``slot_of`` (int32 [layers, experts]) is the map of the coming step, and stands still within it."""
 
     @abstractmethod
     def read_routing(self, batch: LayerBatch) -> HostRouting:

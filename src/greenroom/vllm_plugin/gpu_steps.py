@@ -1,16 +1,17 @@
 """GpuStepDriver: steps of few tokens run without the host, so that vLLM can capture them in its CUDA graphs.
 
-vLLM may enqueue a step while the one before still runs (asynchronous scheduling). What the host writes for a step is
-read by the device as long as the step lasts, so a step begins when the one before has ended on the device. vLLM's own
-preparation of the batch is done by then, and its sampling of the step before still keeps the device busy.
+vLLM may enqueue a step while the one before still runs (asynchronous scheduling), and so two may be open here. Of two
+that are, the first is closed once the second has been enqueued: the device need not wait for what closing takes.
 
 Two threads: vLLM's, which runs steps, and a watcher. ``_lock`` is held while a step is opened or closed. The watcher
 closes steps behind which nothing follows, so that the CPU engine's threads sleep; and without the lock it gives up one
-that does not end, which the other thread may be waiting for. While a graph is captured no thread may ask the device
+that does not end, which the other thread may be waiting for, or be enqueueing work behind. Whatever changes the steps
+holds ``_verdict``, and never waits for the device meanwhile. While a graph is captured no thread may ask the device
 anything, so vLLM's warm-up steps, which captures follow, are closed at once.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
-from greenroom.experts.decode_steps import DecodeSteps
+from greenroom.experts.decode_steps import MOST_OPEN, DecodeSteps
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.vllm_plugin.conflicts import MAX_GRAPH_TOKENS
 from greenroom.vllm_plugin.rank import RankExperts
@@ -81,11 +82,9 @@ class GpuStepDriver(StepDriver):
         on_gpu = self._device.type == "cuda"
         self._watchdog_s = watchdog_s
         self._mailboxes = Mailboxes(experts.engine, manager.store, MAX_GRAPH_TOKENS, experts.top_k, pin_memory=on_gpu)
-        slot_of = manager.tier.device_map(manager.cache.slot_of)
         self._path = DecodePath(
             manager.store,
             manager.tier.slots,
-            slot_of,
             self._mailboxes,
             MAX_GRAPH_TOKENS,
             experts.top_k,
@@ -96,7 +95,7 @@ class GpuStepDriver(StepDriver):
         self._hostless = False
         self._lock = threading.RLock()
         self._verdict = threading.Lock()  # a step is finished or given up, never both
-        self._opened: _Open | None = None
+        self._opened: deque[_Open] = deque()  # the oldest first
         self._given_up: str | None = None
         self._failure: EngineError | None = None
         self._closed = threading.Event()
@@ -112,7 +111,7 @@ class GpuStepDriver(StepDriver):
 
     def settle(self) -> None:
         with self._lock:
-            self._close_step()
+            self._close_steps()
             self._raise_failure()
             self._steps.flush()
 
@@ -121,8 +120,7 @@ class GpuStepDriver(StepDriver):
             return
         # While there is still a watcher, which gives up a step that does not end.
         with self._lock:
-            if self._given_up is None:
-                self._close_step()
+            self._close_steps()
         self._closed.set()
         self._news.set()
         self._watcher.join()
@@ -143,7 +141,8 @@ class GpuStepDriver(StepDriver):
                 # Enqueues only; what surrounds a step is done whenever the graph is replayed.
                 return self._captured(tokens, work)
             with self._lock:
-                self._close_step()
+                ahead = self._hostless and self.rows is not None
+                self._close_steps(leave=MOST_OPEN - 1 if ahead else 0)
                 self._raise_failure()
                 return self._hostless_step(tokens, work) if self._hostless else super()._run(tokens, work)
         finally:
@@ -158,18 +157,30 @@ class GpuStepDriver(StepDriver):
         return work()
 
     def _hostless_step(self, tokens: int, work: Callable[[], T]) -> T:
-        steps = self._steps
-        steps.begin(tokens if self.rows is None else min(self.rows, tokens), land=self.rows is not None)
+        with self._verdict:
+            if self._given_up is None:
+                rows = tokens if self.rows is None else min(self.rows, tokens)
+                self._steps.begin(rows, land=self.rows is not None)
+        self._raise_failure()
         try:
             result = work()
-            steps.enqueued()
-            end = self.mark_end()
         except BaseException:
-            self._given_up = steps.abandon()
+            with self._verdict:
+                if self._given_up is None:
+                    self._given_up = self._steps.abandon(self.mark_end().query)
             raise
-        self._opened = _Open(end, self.rows is not None, Watchdog(self._watchdog_s))
+        with self._verdict:
+            if self._given_up is None:
+                self._steps.enqueued()
+                end = self.mark_end()
+                self._opened.append(_Open(end, self.rows is not None, Watchdog(self._watchdog_s)))
+        if self._given_up is not None:
+            # While this one was enqueued: it may wait for answers, too.
+            self._steps.release(self.mark_end().query)
+        self._raise_failure()
+        self._close_ended()
         if self.rows is None:
-            self._close_step()
+            self._close_steps()
         self._news.set()
         return result
 
@@ -185,20 +196,26 @@ class GpuStepDriver(StepDriver):
             weights = F.pad(weights, (0, 0, 0, padding))
         return self._path.run(index, inner, ids, weights)[:tokens].to(hidden.dtype)
 
-    def _close_step(self) -> None:
-        """Waits for the step under way, if there is one. The lock is held."""
-        opened = self._opened
-        if opened is None:
-            return
-        opened.end.synchronize()
+    def _close_steps(self, leave: int = 0) -> None:
+        """Waits for the steps under way, the last ``leave`` excepted. The lock is held."""
+        while self._given_up is None and len(self._opened) > leave:
+            self._opened[0].end.synchronize()
+            self._close_oldest()
+
+    def _close_ended(self) -> None:
+        """While the last one runs. The lock is held."""
+        while self._given_up is None and len(self._opened) > 1 and self._opened[0].end.query():
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        """It has ended, or was given up."""
         with self._verdict:
-            self._opened = None
             if self._given_up is not None:
                 return
-        try:
-            self._steps.finish(opened.learn)
-        except EngineError as error:
-            self._failure = error
+            try:
+                self._steps.finish(self._opened.popleft().learn)
+            except EngineError as error:
+                self._failure = error
 
     def _raise_failure(self) -> None:
         if self._given_up is not None:
@@ -211,23 +228,23 @@ class GpuStepDriver(StepDriver):
         while not self._closed.is_set():
             self._news.wait()
             self._news.clear()
-            while (opened := self._opened) is not None and not self._closed.is_set():
+            while self._opened and self._given_up is None and not self._closed.is_set():
                 if self._news.wait(IDLE_S):
                     break  # another step has begun, or the end
-                self._look_after(opened)
+                self._look_after()
 
-    def _look_after(self, opened: _Open) -> None:
-        """Closes a step that has ended and stayed the last one, or gives it up when it lasts too long."""
+    def _look_after(self) -> None:
+        """Closes steps that have ended if the last one has, or gives up all when one lasts too long."""
         if self._lock.acquire(blocking=False):
             try:
-                if self._opened is opened and opened.end.query():
-                    self._close_step()
+                if self._opened and self._opened[-1].end.query():
+                    self._close_steps()
             finally:
                 self._lock.release()
-        if opened.watchdog.expired():
-            with self._verdict:
-                if self._opened is opened and self._given_up is None:
-                    self._given_up = f"{self._steps.abandon()} within {self._watchdog_s:g} s"
+        with self._verdict:
+            if self._given_up is None and self._opened and self._opened[0].watchdog.expired():
+                where = self._steps.abandon(self._opened[-1].end.query)
+                self._given_up = f"{where} within {self._watchdog_s:g} s"
 
     def _warm_up(self) -> None:
         """Compiles the kernels for all sizes, and has buffers of libraries allocated, before memory is profiled."""

@@ -161,9 +161,9 @@ def test_what_is_done_meanwhile(mixtral):
     with offloaded(folder, cache_expert_num=0, device=DEVICE) as model:
         runner, done = make(model), []
         hostless, eager = runner._decode.hostless, runner._run_layer_by_layer
-        enqueued, wait = hostless.steps.enqueued, hostless._wait
+        enqueued, wait = hostless.steps.enqueued, hostless._wait_for
         hostless.steps.enqueued = lambda: (enqueued(), done.append("enqueued"))
-        hostless._wait = lambda: (done.append("wait"), wait())
+        hostless._wait_for = lambda started: (done.append("wait"), wait(started))
         runner._run_layer_by_layer = lambda *args: (done.append("eager"), eager(*args))[1]
         runner.run([SequenceChunk([5, 6], 0, [0])])  # on a GPU with passes before it that warm up
         done.clear()
@@ -252,7 +252,7 @@ def test_padding_is_routed_nowhere_and_counts_follow(mixtral):
         before = total().misses
         traffic.run([(sequence, 1) for sequence in sequences])
         assert total().misses == before, "counted while the next one runs"
-        ids = runner._decode.hostless.steps.path.mailboxes.ids
+        ids = runner._decode.hostless.steps.path.record.device.ids
         assert ids.shape[1] == 32, "one path for all buckets"
         assert (ids[:, 3] == -1).all()
         assert (ids[:, :3] >= 0).all()

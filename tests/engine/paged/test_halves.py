@@ -85,9 +85,9 @@ def split(model: PreTrainedModel, runner: PagedRunner, tenths: int) -> None:
 
 
 def halves_of(runner: PagedRunner) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choices that either half's mailboxes hold: int32 [layers, rows, K]."""
+    """Choices that either half has noted: int32 [layers, rows, K]."""
     hostless = runner._decode.hostless
-    return hostless.steps.path.mailboxes.ids, hostless._second.mailboxes.ids
+    return hostless.steps.path.record.device.ids, hostless._second.record.device.ids
 
 
 @pytest.mark.parametrize(("family", "rows"), CASES)

@@ -142,7 +142,7 @@ def test_a_runner_that_was_given_up_is_replaced(gpt_oss, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(given_up._runner._decode.hostless, "_wait", broken)
+        patch.setattr(given_up._runner._decode.hostless, "_wait_for", broken)
         with pytest.raises(KeyboardInterrupt):
             loop.generate(ids_of(1, 5), max_new_tokens=2, do_sample=False)
     assert not given_up.usable

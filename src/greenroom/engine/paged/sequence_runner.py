@@ -24,7 +24,10 @@ class SequenceRunner:
         rows: sequences.
         max_length: tokens of each one, prompt included.
         prepared: whether ``prepare`` has been done.
+        runs_ahead: no: a step has ended when ``start`` returns.
     """
+
+    runs_ahead = False
 
     def __init__(
         self,
@@ -130,6 +133,17 @@ class SequenceRunner:
         if self._length >= self.max_length:
             raise ConfigError(f"the KV cache of {self.max_length} tokens is full")
         return self._run(ids.tolist(), self._length)
+
+    def start(self, ids: torch.Tensor) -> torch.Tensor:
+        """``step``."""
+        return self.step(ids)
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+    def discard(self) -> None:
+        """Counts the last step; no other one is under way."""
+        self._runner.flush()
 
     def flush(self) -> None:
         """Counts the last step, which is otherwise done while the next one runs."""

@@ -13,9 +13,9 @@ def combine_kernel(
     cpu_num,
     box_out,
     box_done,
-    rows,
-    spans,
-    box_spans,
+    box_busy,
+    step,
+    note_spans,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -31,10 +31,12 @@ def combine_kernel(
         cpu_num: int32 [1], experts that the CPU computes.
         box_out: float32 [tokens, HIDDEN] in host memory, the CPU's weighted sums; read only if cpu_num > 0.
         box_done: int32 [1] in host memory, reset here for the next step.
-        rows: int32 [1], rows that are no padding.
-        spans, box_spans: int64 [>= 3], the device's clock; the host's copy is written here.
+        box_busy: int64 [1] in host memory, nanoseconds that the CPU took; read only if cpu_num > 0.
+        step: int32 [>= 1], first of all the rows that are no padding.
+        note_spans: int64 [4], see ``Notes``; the third and the fourth are written here.
     """
     token = tl.program_id(0)
+    notes = (token == 0) & (tl.program_id(1) == 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     total = tl.zeros((BLOCK,), tl.float32)
@@ -42,14 +44,15 @@ def combine_kernel(
         mine = tl.load(gpu_ids + token * TOP_K + k) >= 0
         total += tl.load(partial + (token * TOP_K + k) * HIDDEN + column, mask=inside & mine, other=0.0)
     if MAY_MISS:
-        from_cpu = (tl.load(cpu_num) > 0) & (token < tl.load(rows))
-        # Not through L1: the CPU wrote these rows while this grid was waiting.
+        asked = tl.load(cpu_num) > 0
+        from_cpu = asked & (token < tl.load(step))
+        # Not through L1: the CPU wrote these while this grid was waiting.
+        busy = tl.load(box_busy, mask=asked & notes, other=0, cache_modifier=".cg")
         total += tl.load(box_out + token * HIDDEN + column, mask=inside & from_cpu, other=0.0, cache_modifier=".cg")
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=inside)
-    if (token == 0) & (tl.program_id(1) == 0):
+    if notes:
         if MAY_MISS:
             tl.store(box_done, 0)
+            tl.store(note_spans + 3, busy)
         if TIMED:
-            tl.store(box_spans, tl.load(spans))
-            tl.store(box_spans + 1, tl.load(spans + 1))
-            tl.store(box_spans + 2, globaltimer())
+            tl.store(note_spans + 2, globaltimer())

@@ -7,6 +7,7 @@ Between the two at most one expert is divided: the GPU takes its first rows of t
 others, since a token or two need so few experts that whole ones would leave one side waiting.
 
 Of those that cross whole some may land in cache slots, as far as the host offers any, instead of the fetch buffer.
+The host's map may lack what has landed in the step before: then it is completed here (see ``ExpertCache``).
 """
 
 import triton
@@ -21,16 +22,13 @@ PARTS = tl.constexpr(16)
 _PART_ROWS = tl.constexpr(32)
 """A divided expert is cut at multiples of so many rows of its inner width: CPU kernels work on tiles."""
 
-LANDED_WORD = tl.constexpr(6)
-"""Of a request's line: from here on, which expert lands in each of the places that were offered."""
-
 
 @triton.jit
 def dispatch_kernel(
     hidden,
     ids,
     weights,
-    rows,
+    step,
     slot_of,
     stream_parts,
     appeal,
@@ -44,12 +42,15 @@ def dispatch_kernel(
     gpu_ids,
     cpu_num,
     box_hidden,
-    box_ids,
     box_cpu_ids,
     box_weights,
     box_request,
     box_done,
-    spans,
+    note_ids,
+    note_weights,
+    note_counts,
+    note_spans,
+    landings,
     slot_base,
     host_base,
     fetch_base,
@@ -73,7 +74,8 @@ def dispatch_kernel(
 
     Args:
         hidden, ids, weights: [TOKENS, HIDDEN], integers [TOKENS, TOP_K], floats [TOKENS, TOP_K].
-        rows: int32 [1], rows that are no padding; they come first. Others are routed nowhere.
+        step: int32 [3]. Rows that are no padding; they come first, others are routed nowhere. The step's number. That
+            of the step before if ``slot_of`` lacks what has landed in it, otherwise one that no step had.
         slot_of: int32 [NUM_EXPERTS], slot or -1.
         stream_parts: int32 [NUM_EXPERTS + 1], how many parts of so many absent experts cross PCIe.
         appeal: int32 [NUM_EXPERTS], a permutation of 0 to NUM_EXPERTS - 1.
@@ -86,11 +88,10 @@ def dispatch_kernel(
             to; they count as being there. Entries beyond are read where they lie.
         gpu_ids: written: int32 [TOKENS, TOP_K], the GPU's choices, -1 elsewhere.
         cpu_num: written: int32 [1], experts that the CPU computes.
-        box_*: the layer's mailbox, in host memory. Behind the request word come the numbers of experts that
-            are resident, streamed, and left to the CPU (a divided one counts here), then the divided expert
-            (-1 for none) and the CPU's first row of its inner width, then for each place the expert that lands there,
-            or -1.
-        spans: int64 [>= 3], the device's clock; the first is written here.
+        box_*: the layer's mailbox, in host memory. Behind the request word come the divided expert (-1 for none) and
+            the CPU's first row of its inner width.
+        note_ids, note_weights, note_counts, note_spans, landings: the layer's ``Notes``; of the spans the first is
+            written here. ``landings`` still has those of the step before.
         slot_base, host_base, fetch_base: addresses of the layer's first slot, of its first expert in host
             memory, and of the fetch buffer.
         block_bytes: from one expert to the next, in all three.
@@ -99,7 +100,7 @@ def dispatch_kernel(
         LEADING: only a token's so many heaviest choices land.
         KEY_BITS: of EXPERTS_POW2 * PAIRS_POW2 * 2.
     """
-    count_rows = tl.load(rows)
+    count_rows = tl.load(step)
     pair = tl.arange(0, PAIRS_POW2)
     real = pair < TOKENS * TOP_K
     chosen = tl.load(ids + pair, mask=real, other=-1).to(tl.int32)
@@ -109,6 +110,13 @@ def dispatch_kernel(
     expert = tl.arange(0, EXPERTS_POW2)
     pairs_of = tl.histogram(safe, EXPERTS_POW2, mask=routed)
     slot = tl.load(slot_of + expert, mask=expert < NUM_EXPERTS, other=-1)
+    for number in tl.static_range(PLACES):
+        newcomer = tl.load(landings + 4 * number)
+        entered = tl.load(landings + 4 * number + 1)
+        displaced = tl.load(landings + 4 * number + 2)
+        missing = (tl.load(landings + 4 * number + 3) == tl.load(step + 2)) & (newcomer >= 0)
+        slot = tl.where(missing & (expert == displaced), -1, slot)
+        slot = tl.where(missing & (expert == newcomer), entered, slot)
     used = pairs_of > 0
     resident = used & (slot >= 0)
     absent = used & (slot < 0)
@@ -147,6 +155,9 @@ def dispatch_kernel(
             heavier += ((other > weight) | ((other == weight) & (k < pair % TOP_K))).to(tl.int32)
         waiting = tl.where(tl.histogram(safe, EXPERTS_POW2, mask=routed & (heavier < LEADING)) > 0, waiting, -1)
     landing = tl.full((EXPERTS_POW2,), -1, tl.int32)
+    if PLACES > 0:
+        # All threads have read what has landed in the step before.
+        tl.debug_barrier()
     for number in tl.static_range(PLACES):
         offered = tl.load(places + 4 * number)
         held = tl.load(places + 4 * number + 1)
@@ -154,7 +165,10 @@ def dispatch_kernel(
         read = tl.sum((used & (expert == held)).to(tl.int32), axis=0)
         best = tl.max(waiting, axis=0)
         lands = (waiting == best) & (best >= 0) & (best >= least) & (offered >= 0) & (read == 0)
-        tl.store(box_request + LANDED_WORD + number, tl.max(tl.where(lands, expert, -1), axis=0))
+        tl.store(landings + 4 * number, tl.max(tl.where(lands, expert, -1), axis=0))
+        tl.store(landings + 4 * number + 1, offered)
+        tl.store(landings + 4 * number + 2, held)
+        tl.store(landings + 4 * number + 3, tl.load(step + 1))
         landing = tl.where(lands, offered, landing)
         waiting = tl.where(lands, -1, waiting)
     lands = landing >= 0
@@ -187,15 +201,21 @@ def dispatch_kernel(
     on_cpu = absent_num - streamed_num
     tl.store(cpu_num, on_cpu)
 
-    tl.store(box_request + 1, resident_num)
-    tl.store(box_request + 2, streamed_num)
-    tl.store(box_request + 3, on_cpu)
-    tl.store(box_request + 4, tl.max(tl.where(divided, expert, -1), axis=0))
-    tl.store(box_request + 5, tl.where(divided_num > 0, divided_rows, 0))
-    tl.store(box_ids + pair, tl.where(routed, chosen, -1), mask=real)
-    tl.store(box_weights + pair, tl.load(weights + pair, mask=real).to(tl.float32), mask=real)
+    divided_expert = tl.max(tl.where(divided, expert, -1), axis=0)
+    first_row = tl.where(divided_num > 0, divided_rows, 0)
+    weight_of = tl.load(weights + pair, mask=real).to(tl.float32)
+    tl.store(note_counts, resident_num)
+    tl.store(note_counts + 1, streamed_num)
+    tl.store(note_counts + 2, on_cpu)
+    tl.store(note_counts + 3, divided_expert)
+    tl.store(note_counts + 4, first_row)
+    tl.store(note_ids + pair, tl.where(routed, chosen, -1), mask=real)
+    tl.store(note_weights + pair, weight_of, mask=real)
     if MAY_MISS:
         if on_cpu > 0:
+            tl.store(box_request + 1, divided_expert)
+            tl.store(box_request + 2, first_row)
+            tl.store(box_weights + pair, weight_of, mask=real)
             tl.store(box_cpu_ids + pair, tl.where(pair_on_cpu, chosen, -1), mask=real)
             for first in range(0, TOKENS * HIDDEN, COPY_BLOCK):
                 element = first + tl.arange(0, COPY_BLOCK)
@@ -206,4 +226,4 @@ def dispatch_kernel(
             # Nobody else will answer this layer's wait.
             publish(box_done, 1, TIMED)
     if TIMED:
-        tl.store(spans, globaltimer())
+        tl.store(note_spans, globaltimer())
