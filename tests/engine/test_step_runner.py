@@ -363,7 +363,7 @@ def test_a_replay_equals_the_same_step_run_eagerly(family, slots, tenths, rows):
             runner.step()
         graph = runner._graph
         assert graph is not None
-        cached = [tensor for layer in runner._static().layers for tensor in (layer.keys, layer.values)]
+        cached = [tensor for layer in runner._fixed().layers for tensor in (layer.keys, layer.values)]
         for _ in range(4):
             slot_of = offload_of(model).manager.cache.slot_of.copy()
             length = runner._length

@@ -141,6 +141,7 @@ def offload_experts(
     model.eval()
     if on_gpu:
         # Needs triton, which GPU builds of torch bring.
+        from greenroom.engine.fused_projections import fuse_projections
         from greenroom.engine.fused_rope import fuse_rope
         from greenroom.engine.fused_router import fuse_routers
         from greenroom.engine.fusion import fuse_norms, use_decode_attention
@@ -148,6 +149,8 @@ def offload_experts(
         fuse_norms(model)
         fuse_rope(model)
         fuse_routers(model)
+        if weights is None or isinstance(weights, NoWeightOffload):
+            fuse_projections(model)
         # Models with other caches ask for sdpa by its name in places.
         if why_no_plain_cache(model) is None:
             use_decode_attention(model)

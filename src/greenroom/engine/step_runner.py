@@ -4,9 +4,10 @@ On a CPU device, or with ``graph=False``, the same work is done eagerly.
 """
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel
 
 from greenroom.engine.cache_argument import cache_argument, why_no_plain_cache
+from greenroom.engine.fixed_cache import FixedCache
 from greenroom.engine.fusion import use_decode_attention
 from greenroom.engine.hostless_steps import WARM_UP_STEPS, HostlessSteps
 from greenroom.engine.offload import offload_of
@@ -59,7 +60,7 @@ class StepRunner:
         self._hostless: HostlessSteps | None = None
         self._unusable: str | None = None
         self._length: int | None = None  # tokens in the KV cache; None while there is nothing to continue
-        self._cache: StaticCache | None = StaticCache(config=model.config, max_cache_len=max_length)
+        self._cache: FixedCache | None = FixedCache(model.config, self._bucket, max_length, self._device)
         self._ids = torch.zeros(self._bucket, 1, dtype=torch.long, device=self._device)
         self._positions = torch.zeros(self._bucket, 1, dtype=torch.long, device=self._device)
         self._logits: torch.Tensor | None = None
@@ -107,7 +108,8 @@ class StepRunner:
         logits = self._model(input_ids=prompts, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits[
             :, -1
         ]
-        self._take_over(cache, length)
+        self._fixed().take_over(cache, length)
+        self._set_length(length)
         self._ids[:rows] = logits.argmax(-1, keepdim=True)
         if prepare:
             self.prepare()
@@ -219,25 +221,14 @@ class StepRunner:
             raise EngineError("the runner has no sequences to continue; call prefill first")
         return self._length
 
-    def _static(self) -> StaticCache:
+    def _fixed(self) -> FixedCache:
         assert self._cache is not None
         return self._cache
-
-    def _take_over(self, cache: DynamicCache, length: int) -> None:
-        """Copies the prompt's keys and values into the fixed cache."""
-        for dynamic, static in zip(cache.layers, self._static().layers, strict=True):
-            if not static.is_initialized:
-                rows = [tensor[:1].expand(self._bucket, -1, -1, -1) for tensor in (dynamic.keys, dynamic.values)]
-                static.lazy_initialization(*rows)
-            static.keys[: self.rows, :, :length] = dynamic.keys
-            static.values[: self.rows, :, :length] = dynamic.values
-        self._set_length(length)
 
     def _set_length(self, length: int) -> None:
         self._length = length
         self._positions.fill_(length)
-        for layer in self._static().layers:
-            layer.cumulative_length.fill_(length)
+        self._fixed().set_length(length)
 
     def _prepare(self) -> None:
         """Builds the experts' path, compiles its kernels by running them, then captures a step."""
@@ -297,3 +288,4 @@ class StepRunner:
         self._logits.copy_(logits)
         self._ids.copy_(logits.argmax(-1, keepdim=True))
         self._positions.add_(1)
+        self._fixed().advance()
