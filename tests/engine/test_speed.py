@@ -50,7 +50,6 @@ ANCHORS = {
     "H100, 16 sequences, another process": Anchor(h100(81.7, 45.1), 242.3, 16, 16),
     "H100, everything cached": Anchor(h100(67.4, 41.0), 568.6, cached=128),
     "H100, trace, 41% hits": Anchor(h100(76, 43.5), 187, cached=32, hit_rate=0.41, top_k=6),
-    "H100, trace, 67% hits": Anchor(h100(76, 43.5), 245, cached=32, hit_rate=0.67, top_k=6),
     "H100, prompt of 128": Anchor(h100(76, 49.1), 944, 128),
     "H100, prompt of 512, slow lanes": Anchor(h100(67, 41), 3817, 512),
     "H100, prompt of 512, fast lanes": Anchor(h100(86, 46), 3817, 512),
@@ -75,11 +74,14 @@ ANCHORS = {
     "H200, 16 sequences, in a server": Anchor(h200(97.8, 49.8), 202.0, 16, 16),
     "H200, everything cached, fewer waits": Anchor(h200(71.2, 40.4), 757.9, cached=128),
     "H200, trace, 74% hits": Anchor(h200(68.6, 41.0), 320.4, cached=32, hit_rate=0.74, top_k=6),
-    "H200, trace, 74% hits, another process": Anchor(h200(77.6, 46.7), 290.9, cached=32, hit_rate=0.74, top_k=6),
     "H200, prompt of 512, later": Anchor(h200(78.6, 42.8), 4111, 512),
     "H200, prompt of 3900, later": Anchor(h200(78.6, 42.8), 17861, 3900),
     "H200, prompt of 512, everything cached": Anchor(h200(97.8, 49.8), 12196, 512, cached=128),
     "H200, prompt of 2048, everything cached": Anchor(h200(97.8, 49.8), 45475, 2048, cached=128),
+    "H200, one sequence, steps ahead": Anchor(h200(82.8, 45.8), 135.7),
+    "H200, 16 sequences, steps ahead": Anchor(h200(82.8, 45.8), 201.6, 16, 16),
+    "H200, everything cached, steps ahead": Anchor(h200(79.6, 45.1), 959.5, cached=128),
+    "H200, trace, 74% hits, steps ahead": Anchor(h200(84.8, 47.5), 358.0, cached=32, hit_rate=0.74, top_k=6),
     "H200, all attention, prefetched": Anchor(
         h200(93.5, 46.0), 94.2, weights=ATTENTION | {"weights_offload_group_size": 1}
     ),

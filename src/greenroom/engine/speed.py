@@ -2,7 +2,7 @@
 
 A layer's missing experts take both lanes at once, CPU and PCIe, which end together; its resident ones are read from
 device memory; whatever else it does is a fixed time. Decode is the bare step: what a server does between two steps,
-choosing tokens above all, comes on top. Constants are fitted to the H100 of docs/measurements.md.
+choosing tokens above all, comes on top. Constants are fitted to the machines of docs/performance.md.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ from greenroom.experts.formats import ExpertFormat
 from greenroom.weights.schedule import bytes_beside_experts
 from greenroom.weights.select import Selection
 
-_STEP_S = 190e-6
-"""Of a decode step on a GPU, outside of the graph: what the host does while nothing runs."""
+_STEP_S = 100e-6
+"""Of a decode step on a GPU, outside of its layers: embedding, choice, and what the host does while nothing runs. Less
+where a step is enqueued while the one before runs, more in a server."""
 
-_LAYER_S = 76e-6
-"""Of a layer of a captured step, beside bytes of experts and attention: some thirty kernels that move next to nothing,
+_LAYER_S = 60e-6
+"""Of a layer of a captured step, beside bytes of experts and attention: some twenty kernels that move next to nothing,
 and what experts' kernels take beyond the memory's rate."""
 
 _EAGER_LAYER_S = 4e-3
