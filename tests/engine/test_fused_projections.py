@@ -65,15 +65,21 @@ def test_calls_in_any_order_and_with_any_input():
     check([module.k_proj(equal)], [one[1]])
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
-def test_changed_weights_are_seen():
-    module = Attention().to(DEVICE)
+def test_changed_weights_are_seen(bias):
+    module = Attention(bias).to(DEVICE)
     fuse_projections(module)
+    hidden = torch.randn(1, 24, device=DEVICE)
     module.k_proj.weight.mul_(2)
     module.load_state_dict(module.state_dict() | {"v_proj.weight": torch.ones(16, 24)})
-    hidden = torch.randn(1, 24, device=DEVICE)
     check(module(hidden), expected(module, hidden))
-    torch.testing.assert_close(module(hidden)[2], hidden.sum().expand(1, 16), rtol=1e-5, atol=1e-5)
+    if bias:
+        module.v_proj.bias = nn.Parameter(torch.randn(16, device=DEVICE))
+    else:
+        module.k_proj.weight = nn.Parameter(torch.randn(8, 24, device=DEVICE))
+    check(module(hidden), expected(module, hidden))
+    check(module.double()(hidden.double()), expected(module, hidden.double()))
 
 
 def test_gradients_flow_through_three_products():

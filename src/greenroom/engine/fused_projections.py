@@ -17,8 +17,8 @@ _MOST_ROWS = 64
 def fuse_projections(model: nn.Module) -> int:
     """Lets every attention module multiply by its three weights at once; returns how many do.
 
-    The weights then lie behind one another in memory; parameters, their names and the modules' own forward stay. No
-    weight may move any more.
+    The weights then lie behind one another in memory; parameters, their names and the modules' own forward stay. Where
+    one has moved since, or was replaced, there are three products again.
     """
     fused = 0
     for module in model.modules():
@@ -49,6 +49,8 @@ class _Joint:
         if linears[0].bias is not None:
             self._bias = _lay_behind_each_other([linear.bias for linear in linears])
         self._widths = [linear.out_features for linear in linears]
+        self._linears = linears
+        self._places = self._places_now()
         self._input: torch.Tensor | None = None  # of the results that have not been taken
         self._results: dict[int, torch.Tensor] = {}  # by place
         for place, linear in enumerate(linears):
@@ -60,12 +62,16 @@ class _Joint:
             if not self._results:
                 self._input = None
             return result
-        if place > 0 or not _is_small(hidden):
+        if place > 0 or not _is_small(hidden) or self._places_now() != self._places:
             return F.linear(hidden, linear.weight, linear.bias)
         joint = F.linear(hidden, self._weight, self._bias)
         first, *others = joint.split(self._widths, dim=-1)
         self._input, self._results = hidden, dict(enumerate(others, 1))
         return first
+
+    def _places_now(self) -> list[int]:
+        """Where each weight and bias lies."""
+        return [parameter.data_ptr() for linear in self._linears for parameter in linear.parameters()]
 
 
 def _is_small(hidden: torch.Tensor) -> bool:
