@@ -14,12 +14,14 @@ pytest.importorskip("triton")
 
 import greenroom.kernels.gpu
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.kernels.gpu.cache_write import write_token
 from greenroom.kernels.gpu.decode_attention import decode_attention
 from greenroom.kernels.gpu.latent_attention import latent_decode_attention
 from greenroom.kernels.gpu.paged_attention import paged_decode_attention
 from greenroom.kernels.gpu.rms_norm import rms_norm
 from greenroom.kernels.gpu.rope import rotate
 from greenroom.kernels.gpu.route import route
+from greenroom.kernels.gpu.word_copy import word_copy_kernel
 from greenroom.kv import device_copies
 from tests.experts.test_decode_path import decode, only, random_batch, run
 from tests.kernels.launches import Launch, recorded, save
@@ -60,7 +62,7 @@ def attention() -> None:
 
 
 def small_ones() -> None:
-    """Norm, rotation, router, copies of blocks."""
+    """Norm, rotation, router, copies of blocks and words, a token into a cache."""
     rms_norm(torch.randn(3, 64).to(DTYPE), torch.ones(64).to(DTYPE), 1e-6)
     heads, table = torch.randn(1, 2, 3, 16).to(DTYPE), torch.randn(1, 3, 16).to(DTYPE)
     rotate(heads, heads, table, table)
@@ -68,6 +70,10 @@ def small_ones() -> None:
         route(torch.randn(3, 8).to(DTYPE), 2, normalise=True, dtype=dtype)
     blocks = [torch.zeros(4, 16, 8)]
     device_copies._by_kernel(blocks)(0, 1)
+    for words in (torch.zeros(37, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)):
+        word_copy_kernel[(1,)](words.clone(), words, len(words), BLOCK=64)
+    cache, token = torch.zeros(2, 3, 8, 16).to(DTYPE), torch.zeros(2, 3, 1, 16).to(DTYPE)
+    write_token(cache, cache.clone(), token, token, torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.fixture(scope="module")
