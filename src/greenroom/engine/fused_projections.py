@@ -81,13 +81,9 @@ def _is_small(hidden: torch.Tensor) -> bool:
 
 
 def _lay_behind_each_other(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Moves them into one tensor, which takes the place that theirs have had, as far as that was one stretch."""
+    """Moves them into one tensor."""
     with torch.no_grad():
-        values = torch.cat([parameter.data for parameter in parameters])
-        sizes = [len(parameter) for parameter in parameters]
-        for parameter in parameters:
-            parameter.data = parameter.data.new_empty(0)
-        joint = torch.empty_like(values).copy_(values)
-        for parameter, part in zip(parameters, joint.split(sizes), strict=True):
+        joint = torch.cat([parameter.data for parameter in parameters])
+        for parameter, part in zip(parameters, joint.split([len(parameter) for parameter in parameters]), strict=True):
             parameter.data = part
     return joint

@@ -149,8 +149,8 @@ def offload_experts(
         fuse_norms(model)
         fuse_rope(model)
         fuse_routers(model)
-        if weights is None or isinstance(weights, NoWeightOffload):
-            fuse_projections(model)
+        if (weights is None or isinstance(weights, NoWeightOffload)) and fuse_projections(model):
+            torch.cuda.empty_cache()  # where the weights were, which torch would keep
         # Models with other caches ask for sdpa by its name in places.
         if why_no_plain_cache(model) is None:
             use_decode_attention(model)
