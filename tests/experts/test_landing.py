@@ -244,6 +244,52 @@ def test_a_step_that_cannot_begin_offers_nothing(monkeypatch):
         check(run(steps, 1, 0, batch), batch, manager, 1)
 
 
+def test_a_step_that_cannot_begin_leaves_the_one_before_as_it_is(monkeypatch):
+    with decode(FMT, 8, 4, 1, 3) as (manager, steps):
+        steps.split = Parts(16 * 16, 8)
+        run(steps, 1, 0, random_batch(FMT, 8, 1, 3))
+        batch = random_batch(FMT, 8, 1, 3)
+        steps.begin(1)
+        out = steps.path.run(0, *(tensor.to(DEVICE) for tensor in batch))
+        steps.enqueued()
+        offered = manager.cache.at_stake().copy()
+        with monkeypatch.context() as patch:
+            patch.setattr(steps.path, "begin_step", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                steps.begin(1)
+        manager.check_invariants()
+        assert steps.num_open == 1
+        assert (manager.cache.at_stake() == offered).all()
+        with pytest.raises(RuntimeError, match="a step is running already"):
+            manager.begin_step()
+        steps.begin(1)
+        with pytest.raises(RuntimeError, match=r"too many steps are open \(2\)"):
+            steps.begin(1)
+        later = random_batch(FMT, 8, 1, 3)
+        behind = steps.path.run(0, *(tensor.to(DEVICE) for tensor in later))
+        steps.enqueued()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        for result, given in ((out, batch), (behind, later)):
+            steps.finish()
+            check(result.cpu(), given, manager, 1)
+            manager.check_invariants()
+        assert steps.num_open == 0
+
+
+def test_halves_wait_for_the_step_before():
+    with decode(FMT, 8, 4, 1, 3) as (manager, steps):
+        steps.begin(1)
+        steps.path.run(0, *(tensor.to(DEVICE) for tensor in random_batch(FMT, 8, 1, 3)))
+        steps.enqueued()
+        with pytest.raises(RuntimeError, match=r"too many steps are open \(1\)"):
+            steps.begin(1, 1)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        steps.finish()
+        manager.check_invariants()
+
+
 @pytest.mark.parametrize("update", [0, 1, 9])
 @pytest.mark.parametrize("slots", [1, 2, 7])
 def test_small_caches_and_any_limit(slots, update):

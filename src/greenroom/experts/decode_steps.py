@@ -106,7 +106,7 @@ class DecodeSteps:
             RuntimeError: too many steps are open.
         """
         if len(self._open) >= (MOST_OPEN if second_rows is None else 1):
-            raise RuntimeError(f"{len(self._open)} steps are open already; finish one first")
+            raise RuntimeError(f"too many steps are open ({len(self._open)}); finish one first")
         if self._open:
             self._manager.map_landed()
         else:
