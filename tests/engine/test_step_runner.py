@@ -22,9 +22,8 @@ pytest.importorskip("triton")
 
 from greenroom.engine import hostless_steps
 from greenroom.engine.step_runner import StepRunner
-from greenroom.experts import expert_launches
-from greenroom.kernels.gpu.tiling import Tiling
 from tests.experts.test_decode_path import only
+from tests.reference.interpreted import few_large_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS = {"qwen3_moe": (16, 4), "mixtral": (8, 2), "qwen2_moe": (12, 4)}
@@ -38,14 +37,8 @@ CASES = (
 
 
 @pytest.fixture(autouse=True)
-def few_large_tiles(monkeypatch):
-    """The interpreter runs program after program; what each computes does not depend on their number."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(
-            expert_launches,
-            "choose_tilings",
-            lambda tokens, itemsize: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2,
-        )
+def quick_interpreter(monkeypatch):
+    few_large_tiles(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=EXPERTS)

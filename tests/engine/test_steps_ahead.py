@@ -16,21 +16,15 @@ from tests.engine.offloaded import offloaded, random_ids, saved_family
 pytest.importorskip("triton")
 
 from greenroom.engine.step_runner import StepRunner
-from greenroom.experts import expert_launches
-from greenroom.kernels.gpu.tiling import Tiling
 from tests.experts.test_decode_path import only
+from tests.reference.interpreted import few_large_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def few_large_tiles(monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setattr(
-            expert_launches,
-            "choose_tilings",
-            lambda tokens, itemsize: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2,
-        )
+def quick_interpreter(monkeypatch):
+    few_large_tiles(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 pytest.importorskip("triton")
 
-from greenroom.experts import expert_launches
-from greenroom.kernels.gpu.tiling import Tiling
 from greenroom.vllm_plugin import cpu_worker
 from greenroom.vllm_plugin.gpu_steps import GpuStepDriver
 from tests.experts.test_decode_path import only
+from tests.reference.interpreted import few_large_tiles
 from tests.vllm_plugin.engines import engine, greedy, offload
 
 pytestmark = [
@@ -51,12 +50,7 @@ def test_tokens_are_those_of_stock_vllm(tiny_model, monkeypatch):
     model = tiny_model("qwen3_moe", torch.float32)
     stock, _ = two_answers(model)
     monkeypatch.setattr(cpu_worker.OffloadCPUWorker, "make_steps", lambda worker, experts, layers: Driver(experts))
-    # The interpreter runs program after program.
-    monkeypatch.setattr(
-        expert_launches,
-        "choose_tilings",
-        lambda tokens, itemsize: (Tiling(64, tokens if tokens == 1 else max(16, tokens), 64, 4, 3),) * 2,
-    )
+    few_large_tiles(monkeypatch)
     monkeypatch.setattr(Driver, "ahead", 0)
     tokens, stats = two_answers(model, **offload(5, policy="lru"))
     assert tokens == stock

@@ -23,23 +23,16 @@ from tests.reference.families import FAMILIES
 pytest.importorskip("triton")
 
 from greenroom.engine.paged import decode
-from greenroom.experts import expert_launches
-from greenroom.kernels.gpu.tiling import Tiling
 from tests.experts.test_decode_path import only
+from tests.reference.interpreted import few_large_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = Limits(block_size=4, num_blocks=160, max_sequences=32, max_tokens=256, max_context=40, vocabulary=128)
 
 
 @pytest.fixture(autouse=True)
-def few_large_tiles(monkeypatch):
-    """The interpreter runs program after program; what each computes does not depend on their number."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(
-            expert_launches,
-            "choose_tilings",
-            lambda tokens, itemsize: (Tiling(64, tokens if tokens == 1 else 16, 64, 4, 3),) * 2,
-        )
+def quick_interpreter(monkeypatch):
+    few_large_tiles(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "granitemoe", "deepseek_v2", "deepseek_v3"])
