@@ -24,14 +24,15 @@ def states(rows: int, tokens: int, dim: int, contiguous: bool, dtype: torch.dtyp
 @pytest.mark.parametrize(("rows", "dims"), [(1, (16, 16)), (3, (24, 10))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_keeps_what_it_is_given(rows, dims, contiguous, dtype):
-    cache = FixedCache(CONFIG, 4, 12, DEVICE)
+    tokens = torch.zeros(1, dtype=torch.long, device=DEVICE)
+    cache = FixedCache(CONFIG, 4, 12, tokens)
     for length in (5, 3):  # two prompts, one after the other
         seen = [[states(rows, length, dim, True, dtype) for dim in dims] for _ in range(LAYERS)]
         prompt = DynamicCache(config=CONFIG)
         for layer, (keys, values) in enumerate(seen):
             prompt.update(keys, values, layer)
         cache.take_over(prompt, length)
-        cache.set_length(length)
+        tokens.fill_(length)
         for token in range(4):
             assert cache.get_seq_length() == length + token
             for layer, both in enumerate(seen):
@@ -41,16 +42,21 @@ def test_keeps_what_it_is_given(rows, dims, contiguous, dtype):
                 for kept, expected in zip(found, both, strict=True):
                     assert kept.shape[:3] == (4, 3, 12)
                     assert torch.equal(kept[:rows, :, : length + token + 1], expected)
-            cache.advance()
+            tokens.add_(1)
 
 
-def test_columns_that_do_not_follow_each_other():
-    cache = FixedCache(CONFIG, 1, 4, DEVICE)
+def two_tokens() -> FixedCache:
+    """Of one row, all zeros."""
+    cache = FixedCache(CONFIG, 1, 8, torch.full((1,), 2, device=DEVICE))
     prompt = DynamicCache(config=CONFIG)
     for layer in range(LAYERS):
         prompt.update(torch.zeros(1, 3, 2, 8, device=DEVICE), torch.zeros(1, 3, 2, 8, device=DEVICE), layer)
     cache.take_over(prompt, 2)
-    cache.set_length(2)
+    return cache
+
+
+def test_columns_that_do_not_follow_each_other():
+    cache = two_tokens()
     key, value = torch.randn(2, 1, 3, 8, 1, device=DEVICE).transpose(-1, -2)
     keys, values = cache.update(key, value, 0)
     assert torch.equal(keys[:, :, 2:3], key)
@@ -58,10 +64,5 @@ def test_columns_that_do_not_follow_each_other():
 
 
 def test_takes_a_token_at_a_time():
-    cache = FixedCache(CONFIG, 1, 8, DEVICE)
-    prompt = DynamicCache(config=CONFIG)
-    for layer in range(LAYERS):
-        prompt.update(torch.zeros(1, 3, 2, 8, device=DEVICE), torch.zeros(1, 3, 2, 8, device=DEVICE), layer)
-    cache.take_over(prompt, 2)
     with pytest.raises(ValueError, match="a token at a time, not 2"):
-        cache.update(torch.zeros(1, 3, 2, 8, device=DEVICE), torch.zeros(1, 3, 2, 8, device=DEVICE), 0)
+        two_tokens().update(torch.zeros(1, 3, 2, 8, device=DEVICE), torch.zeros(1, 3, 2, 8, device=DEVICE), 0)

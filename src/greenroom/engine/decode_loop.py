@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from greenroom.engine.arrival import Arrival
 from greenroom.engine.cache_argument import why_no_plain_cache
 from greenroom.engine.capturable import why_host_needed, why_not_readable
 from greenroom.engine.offload import offload_of
@@ -146,17 +147,16 @@ class DecodeLoop:
                     tokens = tokens.where(unfinished, config.pad_token_id)
                 input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
                 unfinished &= ~stopping_criteria(input_ids, None)
-                found = _OnItsWay(tokens, unfinished)
+                chosen, going_on = Arrival(tokens), Arrival(unfinished)
                 # What takes long to prepare must not hold up the first tokens.
                 ahead = runner.runs_ahead and runner.prepared and input_ids.shape[1] < config.max_length
                 if ahead:
                     logits = runner.start(tokens[:, None])  # waits for the step that these tokens come from
                 else:
                     runner.wait()
-                chosen, going_on = found.arrived()
                 if streamer is not None:
-                    streamer.put(chosen)
-                if not going_on.any():
+                    streamer.put(torch.from_numpy(chosen.wait()))
+                if not going_on.wait().any():
                     break
                 if not ahead:
                     self._prepare(runner)
@@ -204,19 +204,3 @@ class DecodeLoop:
         from greenroom.engine.step_runner import StepRunner  # needs triton, which GPU builds of torch bring
 
         return StepRunner(self._model, rows, max_length)
-
-
-class _OnItsWay:
-    """Copies of tensors for the host, enqueued at once, whatever is enqueued behind them."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        self._end: torch.cuda.Event | None = None
-        if tensors[0].device.type == "cuda":
-            self._end = torch.cuda.Event()
-            self._end.record(torch.cuda.current_stream(tensors[0].device))
-
-    def arrived(self) -> list[torch.Tensor]:
-        if self._end is not None:
-            self._end.synchronize()
-        return self._copies

@@ -8,7 +8,7 @@ from greenroom.kernels.gpu.cache_write import write_token
 
 
 class _FixedLayer(StaticLayer):
-    """Whose length the cache owns: all layers have the same, and one addition a step counts for all."""
+    """All layers have one length, which they leave alone: one addition a step counts for all."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -20,31 +20,29 @@ class _FixedLayer(StaticLayer):
         """
         if key_states.shape[2] != 1:
             raise ValueError(f"a fixed cache takes a token at a time, not {key_states.shape[2]}")
-        if key_states.stride(-1) == value_states.stride(-1) == 1:
-            write_token(self.keys, self.values, key_states, value_states, self.cumulative_length)
-        else:
-            self.keys.index_copy_(2, self.cumulative_length, key_states)
-            self.values.index_copy_(2, self.cumulative_length, value_states)
+        key, value = (new if new.stride(-1) == 1 else new.contiguous() for new in (key_states, value_states))
+        write_token(self.keys, self.values, key, value, self.cumulative_length)
         return self.keys, self.values
 
 
 class FixedCache(StaticCache):
-    """Takes over what a prefill has cached, then one token a step.
+    """Takes over what a prefill has cached, then one token a step, behind as many as ``length`` says."""
 
-    Attributes:
-        length: int64 [1] on the device, tokens of each row.
-    """
-
-    def __init__(self, config: PretrainedConfig, rows: int, max_length: int, device: torch.device) -> None:
-        """``rows`` sequences of up to ``max_length`` tokens, of a model that has a plain K/V cache."""
+    def __init__(self, config: PretrainedConfig, rows: int, max_length: int, length: torch.Tensor) -> None:
+        """
+        Args:
+            config: of a model that has a plain K/V cache.
+            rows: sequences of up to ``max_length`` tokens.
+            length: int64 [1] on the device, tokens of each row; whoever runs the steps changes it between them.
+        """
         super().__init__(config=config, max_cache_len=max_length)
         self._rows = rows
-        self.length = torch.zeros(1, dtype=torch.long, device=device)
+        self._length = length
         layers = config.get_text_config(decoder=True).num_hidden_layers
         self.layers = [_FixedLayer(max_length) for _ in range(layers)]
 
     def take_over(self, cache: DynamicCache, length: int) -> None:
-        """Copies the first rows' keys and values; ``set_length`` must follow.
+        """Copies the first rows' keys and values.
 
         Args:
             length: tokens that ``cache`` has of each row.
@@ -54,14 +52,6 @@ class FixedCache(StaticCache):
             if not fixed.is_initialized:
                 one_row = dynamic.keys[:1], dynamic.values[:1]
                 fixed.lazy_initialization(*(row.expand(self._rows, -1, -1, -1) for row in one_row))
-                fixed.cumulative_length = self.length
+                fixed.cumulative_length = self._length
             fixed.keys[:rows, :, :length] = dynamic.keys
             fixed.values[:rows, :, :length] = dynamic.values
-
-    def set_length(self, length: int) -> None:
-        """Tokens of each row, from here on."""
-        self.length.fill_(length)
-
-    def advance(self) -> None:
-        """Behind a step: enqueues that each row has a token more."""
-        self.length.add_(1)

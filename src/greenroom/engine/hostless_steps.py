@@ -114,11 +114,6 @@ class HostlessSteps:
                 meanwhile()
         self.wait()
 
-    @property
-    def num_started(self) -> int:
-        """Steps that have been started and not waited for."""
-        return len(self._started)
-
     def start(self, work: Callable[[], None], rows: int, learn: bool = True, second_rows: int | None = None) -> None:
         """Enqueues one step, and lets the device begin; the one before may still run. ``wait`` must follow.
 

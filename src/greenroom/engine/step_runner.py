@@ -60,9 +60,10 @@ class StepRunner:
         self._hostless: HostlessSteps | None = None
         self._unusable: str | None = None
         self._length: int | None = None  # tokens in the KV cache; None while there is nothing to continue
-        self._cache: FixedCache | None = FixedCache(model.config, self._bucket, max_length, self._device)
         self._ids = torch.zeros(self._bucket, 1, dtype=torch.long, device=self._device)
         self._positions = torch.zeros(self._bucket, 1, dtype=torch.long, device=self._device)
+        # Where each row's next token goes is what each row has.
+        self._cache: FixedCache | None = FixedCache(model.config, self._bucket, max_length, self._positions[0])
         self._logits: torch.Tensor | None = None
 
     @property
@@ -191,7 +192,7 @@ class StepRunner:
             EngineError: it does not end.
         """
         if self._hostless is not None:
-            if self._hostless.num_started:
+            if self._hostless.steps.num_open:
                 self._length = None
             self._hostless.discard()
             self._hostless.flush()
@@ -228,7 +229,6 @@ class StepRunner:
     def _set_length(self, length: int) -> None:
         self._length = length
         self._positions.fill_(length)
-        self._fixed().set_length(length)
 
     def _prepare(self) -> None:
         """Builds the experts' path, compiles its kernels by running them, then captures a step."""
@@ -288,4 +288,3 @@ class StepRunner:
         self._logits.copy_(logits)
         self._ids.copy_(logits.argmax(-1, keepdim=True))
         self._positions.add_(1)
-        self._fixed().advance()

@@ -107,11 +107,11 @@ class DecodeSteps:
         """
         if len(self._open) >= (MOST_OPEN if second_rows is None else 1):
             raise RuntimeError(f"too many steps are open ({len(self._open)}); finish one first")
+        step = self._next_step(rows, second_rows, land)
         if self._open:
             self._manager.map_landed()
         else:
             self._manager.begin_step()
-        step = self._next_step(rows, second_rows, land)
         offers = None
         try:
             if step.landing:

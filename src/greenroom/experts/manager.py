@@ -146,10 +146,10 @@ class OffloadManager:
             raise
         self._valid_rows = valid_rows
 
-    def map_landed(self) -> None:
-        """Copies that have arrived enter the map; also between two steps that follow each other closely, of which the
-        first one has not been closed."""
-        for write in self.tier.landed_writes():
+    def map_landed(self, wait: bool = False) -> None:
+        """Copies that have arrived, or with ``wait`` all, enter the map; also between two steps that follow each other
+        closely, of which the first one has not been closed."""
+        for write in self.tier.landed_writes(wait):
             self.cache.map_landed(write)
 
     def record(self, layer: int, routing: HostRouting, plan: Dispatch) -> None:
@@ -290,8 +290,7 @@ class OffloadManager:
             if slots == experts:
                 for expert in range(experts):
                     self._start(layer, Swap(expert, expert, ABSENT))
-        for write in self.tier.landed_writes(wait=True):
-            self.cache.map_landed(write)
+        self.map_landed(wait=True)
 
 
 def valid_rows_of(attention_mask: torch.Tensor, new_tokens: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.random import Generator, Philox
 
+from greenroom.engine.arrival import Arrival
 from greenroom.serving.draw import Wish, draw, enough, to_device
 from greenroom.serving.requests import SamplingParams, TokenLogprob
 
@@ -67,7 +68,7 @@ class Choosing:
             vocabulary = logits.shape[-1]
             self._wishes = [_wish(row) for row in rows]
             device = _choose(logits, rows, self._wishes, enough(self._wishes, vocabulary, _CANDIDATES))
-        self._arrival = _Arrival(device)
+        self._arrival = Arrival(device)
 
     def result(self) -> list[Choice]:
         """Waits for the device, which has done its part already if the pass has ended.
@@ -89,7 +90,7 @@ class Choosing:
         if open_:
             some, those = logits.index_select(0, to_device(np.array(open_), logits.device)), [rows[i] for i in open_]
             table = _choose(some, those, [self._wishes[i] for i in open_], logits.shape[-1])
-            again = iter(_read(those, _Arrival(table).wait()))
+            again = iter(_read(those, Arrival(table).wait()))
         return [choice or cast("Choice", next(again)) for choice in first]
 
 
@@ -106,24 +107,6 @@ def begin(logits: torch.Tensor, rows: Sequence[Row]) -> Choosing:
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Choice]:
     """One choice for each row: ``begin``, and its result."""
     return begin(logits, rows).result()
-
-
-class _Arrival:
-    """A tensor's way to the host, behind all that has been enqueued."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Page-locked, so that nobody waits here.
-        self._values = tensor.to("cpu", non_blocking=True)
-        self._array = self._values.numpy()
-        self._event: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
-
-    def wait(self) -> np.ndarray:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._array
 
 
 def _choose(logits: torch.Tensor, rows: Sequence[Row], wishes: Sequence[Wish], candidates: int) -> torch.Tensor:

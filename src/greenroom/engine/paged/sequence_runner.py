@@ -143,7 +143,7 @@ class SequenceRunner:
 
     def discard(self) -> None:
         """Counts the last step; no other one is under way."""
-        self._runner.flush()
+        self.flush()
 
     def flush(self) -> None:
         """Counts the last step, which is otherwise done while the next one runs."""
