@@ -10,10 +10,9 @@ import torch
 
 from greenroom import hardware
 from greenroom.errors import EngineError
-from greenroom.experts.admission import count_pairs
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.cuda_tier import CudaTier
-from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
+from greenroom.experts.device_ffn import can_group
 from greenroom.experts.dispatch import CostModel
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
 from greenroom.experts.manager import OffloadManager
@@ -141,25 +140,31 @@ def test_copies_ahead_of_the_routing(slots, lanes):
         assert ahead > taken > 10
 
 
-def test_groups_by_the_library_equal_one_by_one():
+def test_complete_layers_never_wait_and_are_counted():
+    """Nor in the step: torch raises at every operation that would synchronise."""
     torch.manual_seed(3)
     fmt = make_format(torch.bfloat16, bias=True, activation=Activation(ActivationKind.SWIGLU_OAI, 1.702, 7.0))
     device = torch.device("cuda", 0)
-    if not can_group(fmt, device):
+    if not can_group(fmt, EXPERTS, device):
         pytest.skip("torch's grouped GEMM would wait for the device here")
-    blocks = torch.zeros(EXPERTS, fmt.block_bytes, dtype=torch.uint8, device=device)
-    views = fmt.views(blocks)
-    for part in vars(views).values():
-        part.copy_(torch.randn(part.shape) * 0.3)
-    hidden = torch.randn(300, fmt.hidden, device=device).bfloat16()
-    ids, weights = routing(300, 4).int().cuda(), torch.rand(300, 4, device=device)
-    pairs = sort_pairs(ids, weights, torch.arange(EXPERTS, dtype=torch.int32, device=device))
-    pairs_at = count_pairs(ids.cpu().numpy(), EXPERTS)
-    ends = torch.from_numpy(pairs_at).cumsum(0).int().cuda()
-    by_library, one_by_one = (torch.zeros(300, fmt.hidden, device=device) for _ in range(2))
-    add_group(by_library, hidden, pairs, 0, pairs_at, ends, views, fmt, grouped=True)
-    add_group(one_by_one, hidden, pairs, 0, pairs_at, ends, views, fmt, grouped=False)
-    assert (by_library - one_by_one).norm() < 1e-2 * one_by_one.norm()
+    hits = 0
+    with running(EXPERTS, BOTH_LANES, fmt) as manager:
+        assert all(layer.complete for layer in manager.layers)
+        for tokens in (1, 300, 17):
+            batches = [draw(fmt, tokens, 4) for _ in range(LAYERS)]
+            on_device = [[tensor.to(device) for tensor in batch] for batch in batches]
+            with manager.step():
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    outs = [layer.forward(*batch) for layer, batch in zip(manager.layers, on_device, strict=True)]
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            for layer, (out, (hidden, ids, weights)) in enumerate(zip(outs, batches, strict=True)):
+                expected = moe_float64(hidden, ids, weights, manager.store.views(layer), fmt)
+                assert (out.double().cpu() - expected).norm() < 1e-2 * expected.norm()
+                hits += len(ids.unique())
+            check_slots(manager)
+        assert manager.counters.total().hits == hits
 
 
 def test_the_compute_path_never_waits_for_the_device():

@@ -1,4 +1,4 @@
-"""The device's expert arithmetic, in plain torch and so testable anywhere, against float64."""
+"""The device's experts, one by one and by the library's grouped GEMM, against float64."""
 
 import numpy as np
 import pytest
@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from greenroom.experts.activations import activate
 from greenroom.experts.admission import count_pairs
-from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
+from greenroom.experts.device_ffn import OneByOneFfn, can_group
 from greenroom.experts.dispatch import Dispatch
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.grouped_ffn import GroupedFfn, run_all
 from greenroom.experts.grouping import group_pairs
+from greenroom.experts.tier import LayerBatch
 from tests.reference.expert_math import activate_float64, moe_float64
 
 VARIANTS = [
@@ -26,16 +28,22 @@ VARIANTS = [
 ]
 
 
+OF_THE_LIBRARY = [fmt for fmt in VARIANTS if fmt.dtype == torch.bfloat16]
+WAYS = [(fmt, False) for fmt in VARIANTS] + [(fmt, True) for fmt in OF_THE_LIBRARY]
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 @given(
-    variant=st.sampled_from(VARIANTS),
+    way=st.sampled_from(WAYS),
     experts=st.integers(1, 9),
     group_size=st.integers(1, 4),
     tokens=st.integers(1, 9),
     top_k=st.integers(1, 3),
     seed=st.integers(0, 2**16),
 )
-def test_groups_in_any_order_add_their_share(variant, experts, group_size, tokens, top_k, seed):
+def test_groups_in_any_order_add_their_share(way, experts, group_size, tokens, top_k, seed):
     """Some experts do not run here, some lie in a group but are not wanted or lie twice, some places are empty."""
+    variant, by_library = way
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(experts, generator=generator).numpy()
     lying = order[: int(torch.randint(0, experts + 1, (1,), generator=generator))]
@@ -48,37 +56,69 @@ def test_groups_in_any_order_add_their_share(variant, experts, group_size, token
     plan = Dispatch(counts, np.empty(0, dtype=np.int64), wanted, np.empty(0, dtype=np.int64))
     grouping = group_pairs(groups, plan)
 
-    blocks = torch.zeros(experts, variant.block_bytes, dtype=torch.uint8)
-    for part in vars(variant.views(blocks)).values():
-        if part is not None:
-            part.copy_(torch.randn(part.shape, generator=generator) * 0.5)
-    hidden = torch.randn(tokens, 16, generator=generator).to(variant.dtype)
-    weights = torch.rand(tokens, top_k, generator=generator)
-    table = torch.from_numpy(grouping.table)
-    place, ends = table[:experts], table[experts:]
-    pairs = sort_pairs(ids, weights, place)
-    out = torch.ones(tokens, 16)
+    blocks = random_blocks(variant, experts, generator)
+    batch = random_batch(variant, ids, generator)
+    table = torch.from_numpy(grouping.table).to(DEVICE)
+    ffn = (GroupedFfn if by_library else OneByOneFfn)(batch, variant, experts, table)
+    out = torch.ones(tokens, 16, device=DEVICE)
     for group, part in zip(groups, grouping.parts, strict=True):
-        views = variant.views(blocks[torch.from_numpy(np.maximum(group, 0))])
-        group_ends = ends[part.first_place : part.first_place + len(group)]
-        by_library = variant.dtype == torch.bfloat16
-        add_group(out, hidden, pairs, part.first_pair, part.pairs_at, group_ends, views, variant, by_library)
+        ffn.add(out, part, variant.views(blocks[torch.from_numpy(np.maximum(group, 0))].to(DEVICE)))
 
     here = np.zeros(experts, dtype=bool)
     here[np.concatenate([np.empty(0, dtype=np.int64), *wanted])] = True
     at = [i if 0 <= i < experts and here[i] else -1 for i in ids.flatten().tolist()]
-    expected = 1 + moe_float64(hidden, torch.tensor(at).view(ids.shape), weights, variant.views(blocks), variant)
-    close = 1e-5 if variant.dtype == torch.float32 else 2e-2
-    assert (out - expected).norm() <= close * expected.norm()
+    check(out, 1 + reference(batch, torch.tensor(at).view(ids.shape), blocks, variant), variant)
+
+
+@given(
+    variant=st.sampled_from(OF_THE_LIBRARY),
+    experts=st.integers(1, 9),
+    tokens=st.integers(1, 9),
+    top_k=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_all_experts_at_once(variant, experts, tokens, top_k, seed):
+    """Some choices belong to other ranks, so that fewer rows are computed than there are."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator).to(torch.int32)
+    blocks = random_blocks(variant, experts, generator)
+    batch = random_batch(variant, ids, generator)
+    out = run_all(batch, variant, variant.views(blocks.to(DEVICE)))
+    assert out.dtype == variant.dtype
+    check(out, reference(batch, torch.where(ids < experts, ids, -1), blocks, variant), variant)
+
+
+def random_blocks(fmt: ExpertFormat, experts: int, generator: torch.Generator) -> torch.Tensor:
+    blocks = torch.zeros(experts, fmt.block_bytes, dtype=torch.uint8)
+    for part in vars(fmt.views(blocks)).values():
+        if part is not None:
+            part.copy_(torch.randn(part.shape, generator=generator) * 0.5)
+    return blocks
+
+
+def random_batch(fmt: ExpertFormat, ids: torch.Tensor, generator: torch.Generator) -> LayerBatch:
+    hidden = torch.randn(len(ids), fmt.hidden, generator=generator).to(fmt.dtype)
+    weights = torch.rand(ids.shape, generator=generator)
+    return LayerBatch(0, hidden.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+
+
+def reference(batch: LayerBatch, ids: torch.Tensor, blocks: torch.Tensor, fmt: ExpertFormat) -> torch.Tensor:
+    return moe_float64(batch.hidden.cpu(), ids, batch.weights.cpu(), fmt.views(blocks), fmt)
+
+
+def check(out: torch.Tensor, expected: torch.Tensor, fmt: ExpertFormat) -> None:
+    close = 1e-5 if fmt.dtype == torch.float32 else 2e-2
+    assert (out.cpu().double() - expected).norm() <= close * expected.norm()
 
 
 def test_the_library_gets_only_what_it_takes():
     gpu = torch.device("cuda")
     silu = Activation(ActivationKind.SILU)
-    assert not can_group(ExpertFormat(64, 64, torch.float16, silu), gpu)
-    assert not can_group(ExpertFormat(64, 44, torch.bfloat16, silu), gpu)
-    assert not can_group(ExpertFormat(60, 64, torch.bfloat16, silu), gpu)
-    assert not can_group(ExpertFormat(64, 64, torch.bfloat16, silu), torch.device("cpu"))
+    assert not can_group(ExpertFormat(64, 64, torch.float16, silu), 8, gpu)
+    assert not can_group(ExpertFormat(64, 44, torch.bfloat16, silu), 8, gpu)
+    assert not can_group(ExpertFormat(60, 64, torch.bfloat16, silu), 8, gpu)
+    assert not can_group(ExpertFormat(64, 64, torch.bfloat16, silu), 1024, gpu)
+    assert not can_group(ExpertFormat(64, 64, torch.bfloat16, silu), 8, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ActivationKind)

@@ -7,13 +7,18 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 import greenroom.kernels.gpu
+from greenroom.experts.dispatch import Dispatch
 from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.grouped_ffn import GroupedFfn, run_all
+from greenroom.experts.grouping import group_pairs
+from greenroom.experts.tier import LayerBatch
 from greenroom.kernels.gpu.cache_write import write_token
 from greenroom.kernels.gpu.decode_attention import decode_attention
 from greenroom.kernels.gpu.latent_attention import latent_decode_attention
@@ -61,6 +66,20 @@ def attention() -> None:
     latent_decode_attention(asked, turned, latent, rotated, tables, lengths, 16, 0.25)
 
 
+def many_tokens() -> None:
+    """A layer's experts all at once and in groups, with and without biases and gates."""
+    for fmt in FORMATS:
+        ids = torch.randint(0, 8, (20, 2)).to(torch.int32)
+        batch = LayerBatch(0, torch.randn(20, fmt.hidden).to(DTYPE), ids, torch.rand(20, 2))
+        blocks = torch.zeros(8, fmt.block_bytes, dtype=torch.uint8)
+        run_all(batch, fmt, fmt.views(blocks))
+        counts = np.bincount(ids.flatten().numpy(), minlength=8)
+        group = np.flatnonzero(counts)
+        grouping = group_pairs([group], Dispatch(counts, np.empty(0, dtype=np.int64), (group,), group[:0]))
+        ffn = GroupedFfn(batch, fmt, 8, torch.from_numpy(grouping.table))
+        ffn.add(torch.zeros(20, fmt.hidden), grouping.parts[0], fmt.views(blocks[torch.from_numpy(group)]))
+
+
 def small_ones() -> None:
     """Norm, rotation, router, copies of blocks and words, a token into a cache."""
     rms_norm(torch.randn(3, 64).to(DTYPE), torch.ones(64).to(DTYPE), 1e-6)
@@ -81,6 +100,7 @@ def launches() -> set[Launch]:
     with recorded() as noted:
         decode_steps()
         attention()
+        many_tokens()
         small_ones()
     return noted
 

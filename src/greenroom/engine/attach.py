@@ -3,12 +3,13 @@
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from greenroom.engine.spec import ExpertLayerSpec
 from greenroom.experts.layer import OffloadedExperts
-from greenroom.experts.manager import OffloadManager, valid_rows_of
+from greenroom.experts.manager import OffloadManager
 
 
 class RoutedExperts(nn.Module):
@@ -96,10 +97,15 @@ class _StepHooks:
             self._manager.end_step()
 
 
-def _valid_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Which rows of a prefill are no padding, or None if all are (or nothing says so)."""
+def _valid_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> np.ndarray | None:
+    """bool [batch * new tokens]: rows of a prefill that are no padding; None if all are, or nothing says so.
+
+    From a CUDA device it arrives without a wait: its values are there once a layer's routing has been read.
+    """
     mask = kwargs.get("attention_mask")
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None), None)
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or tokens is None or tokens.shape[1] == 1:
         return None
-    return valid_rows_of(mask, tokens.shape[1])
+    valid = (mask[:, -tokens.shape[1] :] != 0).reshape(-1)
+    on_host: np.ndarray = valid.to("cpu", non_blocking=True).numpy()
+    return on_host

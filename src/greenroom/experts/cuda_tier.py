@@ -11,22 +11,24 @@ Who orders what:
   would hold up both for ever, and so is noticed.
 - Miss buffers are ordered by ``MissBuffers``. Behind a layer's last group the copies of the next layer's
   first groups are started, so that PCIe is busy until that layer's routing is known.
+- ``run_complete`` waits for nothing. The routing that it asks for is read behind ``step_end``.
 - A slot is written on the write stream after ``step_end``, which is recorded behind all work of the
   steps that could read it. It enters the map only once ``landed_writes`` has seen its event.
 """
 
 import statistics
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from greenroom.experts.cache import SlotWrite
 from greenroom.experts.cpu import CpuExperts
-from greenroom.experts.device_ffn import add_group, can_group, sort_pairs
+from greenroom.experts.device_ffn import OneByOneFfn, can_group
 from greenroom.experts.dispatch import CostModel, Dispatch, LaneState, choose_ahead, lane_seconds, mask_ids
-from greenroom.experts.formats import ExpertViews
 from greenroom.experts.grouping import group_pairs
+from greenroom.experts.late_routing import LateRouting
 from greenroom.experts.open_job import OpenJob
 from greenroom.experts.pace import Pace
 from greenroom.experts.probe import cpu_rates
@@ -36,6 +38,9 @@ from greenroom.experts.store import HostStore
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch, allocate_blocks
 from greenroom.experts.transfer import NUM_BUFFERS, Landing, MissBuffers
 from greenroom.kernels.gpu.stream_wait import wait_until_reached
+
+if TYPE_CHECKING:
+    from greenroom.experts.grouped_ffn import GroupedFfn
 
 _COPY_PROBES = 5
 
@@ -65,6 +70,10 @@ class CudaTier(DeviceTier):
         self._step_end = torch.cuda.Event()
         self._slot_of: np.ndarray | None = None  # the running step's map
         self._writes: deque[tuple[SlotWrite, torch.cuda.Event]] = deque()
+        self._late = LateRouting()
+        self._grouped = [
+            can_group(fmt, count, device) for fmt, count in zip(store.formats, store.num_experts, strict=True)
+        ]
 
     @property
     def device_bytes(self) -> int:
@@ -94,6 +103,7 @@ class CudaTier(DeviceTier):
 
     def begin_step(self, slot_of: np.ndarray) -> None:
         self._slot_of = slot_of
+        self._late.take()  # of a step that was abandoned, or not counted
 
     def read_routing(self, batch: LayerBatch) -> HostRouting:
         self._staging.request(batch)
@@ -196,23 +206,39 @@ class CudaTier(DeviceTier):
         if grouping.num_pairs == 0:
             return
         table = self._staging.upload(grouping.table, self.device)
-        place, ends = table[: len(plan.counts)], table[len(plan.counts) :]
-        pairs = sort_pairs(batch.ids, batch.weights, place)
-        grouped = can_group(fmt, self.device)
-
-        def add(number: int, views: ExpertViews) -> None:
-            part = grouping.parts[number]
-            group_ends = ends[part.first_place : part.first_place + len(part.pairs_at)]
-            add_group(out, batch.hidden, pairs, part.first_pair, part.pairs_at, group_ends, views, fmt, grouped)
-
+        ffn = self._ffn(batch, len(plan.counts), table)
         if len(plan.resident):
-            add(0, fmt.views(slots))
+            ffn.add(out, grouping.parts[0], fmt.views(slots))
         number = 0
         while landings:
             landing, number = landings.popleft(), number + 1
-            add(number, self._copies.read(landing))
+            ffn.add(out, grouping.parts[number], self._copies.read(landing))
             self._copies.release(landing)
             self._top_up(landings, groups, batch.layer)
+
+    def _ffn(self, batch: LayerBatch, num_experts: int, table: torch.Tensor) -> "GroupedFfn | OneByOneFfn":
+        fmt = self._store.formats[batch.layer]
+        if not self._grouped[batch.layer]:
+            return OneByOneFfn(batch, fmt, num_experts, table)
+        # Needs triton, which GPU builds of torch bring.
+        from greenroom.experts.grouped_ffn import GroupedFfn
+
+        return GroupedFfn(batch, fmt, num_experts, table)
+
+    def takes_complete(self, layer: int) -> bool:
+        return self._grouped[layer]
+
+    def run_complete(self, batch: LayerBatch) -> torch.Tensor:
+        from greenroom.experts.grouped_ffn import run_all
+
+        self._late.request(batch)
+        fmt = self._store.formats[batch.layer]
+        return run_all(batch, fmt, fmt.views(self._slots[batch.layer]))
+
+    def late_routing(self) -> list[tuple[int, HostRouting]]:
+        if self._late:
+            self._step_end.synchronize()
+        return self._late.take()
 
     def _copy_ahead(self, layer: int, plan: Dispatch) -> None:
         """Starts copies for the next layer if it will need nearly all of its experts."""

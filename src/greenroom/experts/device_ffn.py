@@ -1,19 +1,13 @@
-"""Routed experts on the device, in torch's own operations.
+"""Routed experts on the device one by one, in torch's own operations: the slow and obvious reference of
+``grouped_ffn``, for whatever that does not take."""
 
-Pairs (token, expert) are sorted once for all experts of a layer, so that a run of neighbouring experts finds its
-pairs in one stretch of them: ``sort_pairs``, then ``add_group`` for each run. Large batches of BF16 go through the
-library's grouped GEMM; what that does not take is computed expert by expert, which is also the slow and obvious
-reference.
-"""
-
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from greenroom.experts.activations import activate
 from greenroom.experts.formats import ExpertFormat, ExpertViews
+from greenroom.experts.grouping import Part
+from greenroom.experts.tier import LayerBatch
 
 _GROUPED_ALIGNMENT = 8
 """BF16 values: the grouped GEMM wants rows on 16-byte boundaries."""
@@ -21,27 +15,60 @@ _GROUPED_ALIGNMENT = 8
 _GROUPED_CAPABILITIES = (9, 10)
 """Elsewhere torch computes a grouped GEMM one group at a time and reads the offsets back to the host first."""
 
-_MAX_GROUPS = 1024
+_MAX_GROUPS = 1023
+"""Of the library in one product."""
 
 
-@dataclass(frozen=True)
-class SortedPairs:
-    """A layer's pairs in rising order of the place of their expert; pairs without a place come last.
+def can_group(fmt: ExpertFormat, num_experts: int, device: torch.device) -> bool:
+    """Whether the library's grouped GEMM takes so many experts of this format on this device, without a wait."""
+    if (
+        fmt.dtype != torch.bfloat16
+        or fmt.hidden % _GROUPED_ALIGNMENT
+        or fmt.inter % _GROUPED_ALIGNMENT
+        or num_experts > _MAX_GROUPS
+    ):
+        return False
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _GROUPED_CAPABILITIES
 
-    tokens: int64 [T * K], row of the pair's token. weights: float32 [T * K].
+
+class OneByOneFfn:
+    """One layer's experts in one step, group after group.
+
+    Pairs (token, expert) are sorted once, so that an expert finds its own in one stretch of them.
     """
 
-    tokens: torch.Tensor
-    weights: torch.Tensor
+    def __init__(self, batch: LayerBatch, fmt: ExpertFormat, num_experts: int, table: torch.Tensor) -> None:
+        """
+        Args:
+            table: of the layer's ``Grouping``, on the batch's device.
+        """
+        self._batch = batch
+        self._format = fmt
+        self._tokens, self._weights = sort_pairs(batch.ids, batch.weights, table[:num_experts])
+
+    def add(self, out: torch.Tensor, part: Part, views: ExpertViews) -> None:
+        """Adds to ``out`` (float32 [T, H]) what the experts of ``part``, the first ones in ``views``, contribute."""
+        start = part.first_pair
+        for index, count in enumerate(part.pairs_at.tolist()):
+            if count == 0:
+                continue
+            mine = slice(start, start + count)
+            start += count
+            tokens = self._tokens[mine]
+            rows = one_expert(self._batch.hidden[tokens], index, views, self._format)
+            out.index_add_(0, tokens, rows.float() * self._weights[mine].unsqueeze(1))
 
 
-def sort_pairs(ids: torch.Tensor, weights: torch.Tensor, place: torch.Tensor) -> SortedPairs:
-    """Nothing is read back to the host.
+def sort_pairs(ids: torch.Tensor, weights: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's pairs in rising order of the place of their expert; pairs without a place come last.
 
     Args:
         ids: int32 [T, K]; ids outside [0, experts) are skipped.
         weights: float32 [T, K].
         place: int32 [experts], a number of one's choice, -1 for experts that do not run here.
+
+    Returns:
+        tokens int64 [T * K], row of each pair's token; weights float32 [T * K].
     """
     num_experts, top_k = place.shape[0], ids.shape[1]
     flat = ids.reshape(-1).long()
@@ -50,93 +77,7 @@ def sort_pairs(ids: torch.Tensor, weights: torch.Tensor, place: torch.Tensor) ->
     nowhere = torch.iinfo(torch.int32).max
     # Stable: an expert's tokens stay in order.
     order = torch.argsort(torch.where(at < 0, nowhere, at), stable=True)
-    return SortedPairs(order // top_k, weights.reshape(-1)[order])
-
-
-def can_group(fmt: ExpertFormat, device: torch.device) -> bool:
-    """Whether the library's grouped GEMM takes experts of this format on this device, without a wait."""
-    if fmt.dtype != torch.bfloat16 or fmt.hidden % _GROUPED_ALIGNMENT or fmt.inter % _GROUPED_ALIGNMENT:
-        return False
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _GROUPED_CAPABILITIES
-
-
-def add_group(
-    out: torch.Tensor,
-    hidden: torch.Tensor,
-    pairs: SortedPairs,
-    first: int,
-    pairs_at: np.ndarray,
-    ends: torch.Tensor,
-    views: ExpertViews,
-    fmt: ExpertFormat,
-    grouped: bool,
-) -> None:
-    """Adds to ``out`` what the experts in ``views`` contribute to each token.
-
-    Args:
-        out: float32 [T, H], added to.
-        hidden: [T, H] of the experts' dtype.
-        pairs: of the whole layer.
-        first: index of the first pair of these experts.
-        pairs_at: int [N] on the host, pairs of each expert in ``views``, which may hold more than N.
-        ends: int32 [N] on the device, their running sum.
-        grouped: by the grouped GEMM, for formats that it takes.
-    """
-    total = int(pairs_at.sum())
-    if total == 0:
-        return
-    if grouped and len(pairs_at) < _MAX_GROUPS:
-        _add_grouped(out, hidden, pairs, slice(first, first + total), ends, views, fmt)
-    else:
-        _add_one_by_one(out, hidden, pairs, first, pairs_at, views, fmt)
-
-
-def _add_grouped(
-    out: torch.Tensor,
-    hidden: torch.Tensor,
-    pairs: SortedPairs,
-    mine: slice,
-    ends: torch.Tensor,
-    views: ExpertViews,
-    fmt: ExpertFormat,
-) -> None:
-    tokens, count = pairs.tokens[mine], len(ends)
-    projected = _grouped_linear(hidden[tokens], views.up[:count], ends).float()
-    if views.up_bias is not None:
-        projected += views.up_bias[_expert_of_rows(ends, len(tokens))]
-    rows = _grouped_linear(activate(projected, fmt).to(fmt.dtype), views.down[:count], ends)
-    if views.down_bias is not None:
-        rows = rows.float() + views.down_bias[_expert_of_rows(ends, len(tokens))]
-    out.index_add_(0, tokens, rows * pairs.weights[mine].unsqueeze(1))  # the product is float32
-
-
-def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[n, in] times [N, out, in], each row with the matrix of its group -> [n, out]."""
-    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-
-
-def _expert_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """int64 [rows]: the group that each row belongs to."""
-    return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
-
-
-def _add_one_by_one(
-    out: torch.Tensor,
-    hidden: torch.Tensor,
-    pairs: SortedPairs,
-    first: int,
-    pairs_at: np.ndarray,
-    views: ExpertViews,
-    fmt: ExpertFormat,
-) -> None:
-    start = first
-    for index, count in enumerate(pairs_at):
-        if count == 0:
-            continue
-        mine = slice(start, start + int(count))
-        start += int(count)
-        rows = one_expert(hidden[pairs.tokens[mine]], index, views, fmt)
-        out.index_add_(0, pairs.tokens[mine], rows.float() * pairs.weights[mine].unsqueeze(1))
+    return order // top_k, weights.reshape(-1)[order]
 
 
 def one_expert(rows: torch.Tensor, index: int, views: ExpertViews, fmt: ExpertFormat) -> torch.Tensor:

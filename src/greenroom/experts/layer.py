@@ -11,7 +11,7 @@ from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch
 
 Record = Callable[[int, HostRouting, Dispatch], None]
-"""Takes note of a layer's routing and of what was decided; raises outside a step."""
+"""Takes note of a layer's routing and of what was decided."""
 
 RunLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, hidden [T, H], ids [T, K], weights [T, K]) -> [T, H] of hidden's dtype, all on the device."""
@@ -21,6 +21,7 @@ class OffloadedExperts:
     """Takes the place of a model's experts module: same inputs, same output, weights elsewhere.
 
     Attributes:
+        complete: every expert has a slot, and the tier needs no decision of the host.
         run_instead: while it is set, layers go through it and not through the host's decision.
     """
 
@@ -32,16 +33,24 @@ class OffloadedExperts:
         tier: DeviceTier,
         cache: ExpertCache,
         costs: CostModel,
+        expect_step: Callable[[], None],
         record: Record,
     ) -> None:
-        """``layer`` numbers the experts layers of the store, tier and cache, not the model's."""
+        """
+        Args:
+            layer: its number among the experts layers of the store, tier and cache, not the model's.
+            expect_step: raises outside a step.
+        """
         self._layer = layer
         self._format = fmt
         self._num_experts = num_experts
         self._tier = tier
         self._slot_of = cache.layer_map(layer)
         self._costs = costs
+        self._expect_step = expect_step
         self._record = record
+        # All its experts are put into the slots of their numbers before the first step, and none ever takes another.
+        self.complete = cache.num_slots[layer] == num_experts and tier.takes_complete(layer)
         self.run_instead: RunLayer | None = None
 
     @torch.no_grad()
@@ -67,6 +76,9 @@ class OffloadedExperts:
             topk_ids.to(torch.int32).contiguous(),
             topk_weights.float().contiguous(),
         )
+        self._expect_step()
+        if self.complete:
+            return self._tier.run_complete(batch).to(hidden.dtype)
         routing = self._tier.read_routing(batch)
         counts = count_pairs(routing.ids, self._num_experts)
         lanes = self._tier.lanes(batch, self._costs)

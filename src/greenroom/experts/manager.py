@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
-import torch
 
-from greenroom.experts.admission import Admission
+from greenroom.experts.admission import Admission, count_pairs
 from greenroom.experts.cache import ExpertCache
 from greenroom.experts.counters import Counters
 from greenroom.experts.dispatch import CostModel, Dispatch
@@ -88,7 +87,7 @@ class OffloadManager:
         self.admission = Admission(store.num_experts, policy, cache_topk, update_expert_num)
         self.costs = costs or tier.measure_costs()
         self.layers = [
-            OffloadedExperts(layer, fmt, count, tier, self.cache, self.costs, self.record)
+            OffloadedExperts(layer, fmt, count, tier, self.cache, self.costs, self.expect_step, self.record)
             for layer, (fmt, count) in enumerate(zip(store.formats, store.num_experts, strict=True))
         ]
         largest = max(fmt.block_bytes for fmt in store.formats)
@@ -152,10 +151,13 @@ class OffloadManager:
         for write in self.tier.landed_writes(wait):
             self.cache.map_landed(write)
 
-    def record(self, layer: int, routing: HostRouting, plan: Dispatch) -> None:
-        """Takes note of one layer's routing within a step."""
+    def expect_step(self) -> None:
+        """Raises RuntimeError outside a step."""
         if not self._step_lock.locked():
             raise RuntimeError("experts ran outside a step; call begin_step first")
+
+    def record(self, layer: int, routing: HostRouting, plan: Dispatch) -> None:
+        """Takes note of one layer's routing within a step."""
         if not self._counting:
             return
         streamed = sum(len(group) for group in plan.streamed)
@@ -173,9 +175,17 @@ class OffloadManager:
         try:
             self.tier.end_step()
             if self._counting:
+                self._record_late()
                 self._admit()
         finally:
             self._clear_step()
+
+    def _record_late(self) -> None:
+        """Takes note of the layers that the host did not decide."""
+        for layer, routing in self.tier.late_routing():
+            counts = count_pairs(routing.ids, self.store.num_experts[layer])
+            self.counters.add(layer, hits=int(np.count_nonzero(counts)))
+            self.admission.record(layer, routing.ids, routing.weights, counts, self._valid_rows)
 
     def abandon_step(self) -> None:
         """Closes a step that failed, without learning from it."""
@@ -259,6 +269,9 @@ class OffloadManager:
     def check_invariants(self) -> None:
         """Raises AssertionError if map, slots and versions disagree."""
         self.cache.check()
+        for number, layer in enumerate(self.layers):
+            slot_of = self.cache.layer_map(number)
+            assert not layer.complete or (slot_of == np.arange(len(slot_of))).all(), f"layer {number} is not complete"
 
     def close(self) -> None:
         """Waits for what is under way and frees device and host memory. Idempotent."""
@@ -291,18 +304,3 @@ class OffloadManager:
                 for expert in range(experts):
                     self._start(layer, Swap(expert, expert, ABSENT))
         self.map_landed(wait=True)
-
-
-def valid_rows_of(attention_mask: torch.Tensor, new_tokens: int) -> np.ndarray:
-    """bool [batch * new_tokens]: rows of the flattened batch that are not padding.
-
-    From a CUDA device it arrives without a wait: its values are there once the first layer's
-    routing has been read.
-
-    Args:
-        attention_mask: [batch, at least new_tokens], 0 for padding; its last columns belong to the
-            new tokens.
-    """
-    valid = (attention_mask[:, -new_tokens:] != 0).reshape(-1)
-    on_host: np.ndarray = valid.to("cpu", non_blocking=True).numpy()
-    return on_host

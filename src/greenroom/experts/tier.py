@@ -41,7 +41,8 @@ class DeviceTier(ABC):
     """Owns cache slots, miss buffers and whatever orders access to them.
 
     A step calls, in this order: ``landed_writes``, ``begin_step``, then per layer ``read_routing``,
-    ``lanes`` and ``run``, then ``end_step`` and any number of ``start_write``.
+    ``lanes`` and ``run``, or ``run_complete`` alone, then ``end_step``, ``late_routing`` and any number of
+    ``start_write``.
     """
 
     device: torch.device
@@ -87,6 +88,22 @@ class DeviceTier(ABC):
         Returns:
             float32 [T, H] on the device: per token the weighted sum of its experts' outputs.
         """
+
+    def takes_complete(self, layer: int) -> bool:
+        """Whether ``run_complete`` takes the layer once each of its experts lies in the slot of its own number."""
+        return False
+
+    def run_complete(self, batch: LayerBatch) -> torch.Tensor:
+        """Computes a layer whose experts all lie in the slots of their own numbers. The host decides and reads nothing.
+
+        Returns:
+            [T, H] of hidden's dtype, as ``run``.
+        """
+        raise NotImplementedError
+
+    def late_routing(self) -> list[tuple[int, HostRouting]]:
+        """(layer, routing) of what ``run_complete`` has run in the step that was ended last; waits for its end."""
+        return []
 
     @abstractmethod
     def end_step(self) -> None:
