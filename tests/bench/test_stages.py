@@ -60,6 +60,10 @@ class SleepyTier:
         time.sleep(0.02)
         return "out"
 
+    def run_complete(self, batch):
+        time.sleep(0.03)
+        return "all"
+
 
 def test_stages_of_prefill():
     tier = SleepyTier()
@@ -79,6 +83,20 @@ def test_stages_of_prefill():
     assert (stages["streamed"], stages["on_cpu"]) == (3, 1)
     assert "device" not in stages
     assert tier.read_routing.__func__ is SleepyTier.read_routing, "as it was"
+
+
+def test_stages_of_a_prefill_without_the_host():
+    tier = SleepyTier()
+
+    def run():
+        for _ in range(2):
+            assert tier.run_complete(None) == "all"
+            time.sleep(0.005)
+
+    stages = prefill_stages(tier, run)
+    assert stages["enqueuing"] >= 30_000
+    assert stages["layer"] >= 35_000
+    assert (stages["waiting"], stages["deciding"], stages["streamed"], stages["on_cpu"]) == (0, 0, 0, 0)
 
 
 def test_a_prefill_says_where_its_time_goes():

@@ -63,7 +63,7 @@ def run_layer(manager: OffloadManager, layer: int, tokens: int) -> tuple[torch.T
     """Some choices belong to other ranks. The routing of the layer."""
     hidden = torch.randn(tokens, FORMAT.hidden).bfloat16()
     ids = torch.stack([torch.randperm(EXPERTS + 2)[:TOP_K] - 1 for _ in range(tokens)])
-    weights = torch.rand(tokens, TOP_K)
+    weights = torch.rand(tokens, TOP_K).bfloat16()
     out = manager.layers[layer].forward(hidden, ids, weights)
     here = torch.where(ids < EXPERTS, ids, -1)
     expected = moe_float64(hidden, here, weights, manager.store.views(layer), FORMAT)

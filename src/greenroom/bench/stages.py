@@ -133,9 +133,10 @@ def prefill_stages(tier: DeviceTier, run: Callable[[], None]) -> Stages:
     """Of one more prefill, ``run``, through ``tier``.
 
     Returns:
-        layer: from one layer's routing to the next one's, by the host's clock. waiting: of it, until the routing is on
-        the host; deciding; enqueuing: copies, the CPU's job, the GPU's work. On the device's clock, with a GPU: device,
-        from the begin of a layer's experts to the end, and between, to the next layer's. streamed, on_cpu: experts.
+        layer: from one layer's routing to the next one's, by the host's clock, or where the host does not read it from
+        one layer's begin to the next one's. waiting: of it, until the routing is on the host; deciding; enqueuing:
+        copies, the CPU's job, the GPU's work. On the device's clock, with a GPU: device, from the begin of a layer's
+        experts to the end, and between, to the next layer's. streamed, on_cpu: experts.
     """
     with _noted(tier) as layers:
         run()
@@ -147,7 +148,7 @@ def prefill_stages(tier: DeviceTier, run: Callable[[], None]) -> Stages:
 @contextmanager
 def _noted(tier: DeviceTier) -> Iterator[list[_Layer]]:
     layers: list[_Layer] = []
-    read, run = tier.read_routing, tier.run
+    read, run, complete = tier.read_routing, tier.run, tier.run_complete
     on_gpu = tier.device.type == "cuda"
 
     def mark(layer: _Layer) -> None:
@@ -172,7 +173,18 @@ def _noted(tier: DeviceTier) -> Iterator[list[_Layer]]:
         layer.ended = time.perf_counter()
         return result
 
-    with mock.patch.object(tier, "read_routing", timed_read), mock.patch.object(tier, "run", timed_run):
+    def timed_complete(batch: LayerBatch) -> torch.Tensor:
+        now = time.perf_counter()
+        layer = _Layer(now, now, now)
+        layers.append(layer)
+        mark(layer)
+        result = complete(batch)
+        mark(layer)
+        layer.ended = time.perf_counter()
+        return result
+
+    timed: dict[str, Any] = {"read_routing": timed_read, "run": timed_run, "run_complete": timed_complete}
+    with mock.patch.multiple(tier, **timed):
         yield layers
 
 

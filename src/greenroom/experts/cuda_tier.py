@@ -11,7 +11,7 @@ Who orders what:
   would hold up both for ever, and so is noticed.
 - Miss buffers are ordered by ``MissBuffers``. Behind a layer's last group the copies of the next layer's
   first groups are started, so that PCIe is busy until that layer's routing is known.
-- ``run_complete`` waits for nothing. The routing that it asks for is read behind ``step_end``.
+- ``run_complete`` waits for nothing. Its routing is read behind the step's end.
 - A slot is written on the write stream after ``step_end``, which is recorded behind all work of the
   steps that could read it. It enters the map only once ``landed_writes`` has seen its event.
 """
@@ -60,6 +60,7 @@ class CudaTier(DeviceTier):
         self._store = store
         self._engine = engine
         self._slots = allocate_blocks(store.formats, num_slots, device)
+        self._slot_views = [fmt.views(slots) for fmt, slots in zip(store.formats, self._slots, strict=True)]
         self._copies = MissBuffers(store, miss_expert_num, device)
         self._popularity = [np.zeros(count, dtype=np.int64) for count in store.num_experts]
         self._cpu_pace, self._copy_pace = Pace(), Pace()
@@ -103,7 +104,7 @@ class CudaTier(DeviceTier):
 
     def begin_step(self, slot_of: np.ndarray) -> None:
         self._slot_of = slot_of
-        self._late.take()  # of a step that was abandoned, or not counted
+        self._late.drop()  # of a step that was abandoned, or not counted
 
     def read_routing(self, batch: LayerBatch) -> HostRouting:
         self._staging.request(batch)
@@ -198,8 +199,7 @@ class CudaTier(DeviceTier):
         groups: deque[np.ndarray],
     ) -> None:
         """Adds what resident and streamed experts contribute; starts the copies of ``groups`` on the way."""
-        fmt, slots = self._store.formats[batch.layer], self._slots[batch.layer]
-        in_slots = np.full(len(slots), ABSENT)
+        in_slots = np.full(len(self._slots[batch.layer]), ABSENT)
         in_slots[slot_of[plan.resident]] = plan.resident
         arrays = [in_slots, *(landing.experts for landing in landings), *groups]
         grouping = group_pairs(arrays, plan)
@@ -208,7 +208,7 @@ class CudaTier(DeviceTier):
         table = self._staging.upload(grouping.table, self.device)
         ffn = self._ffn(batch, len(plan.counts), table)
         if len(plan.resident):
-            ffn.add(out, grouping.parts[0], fmt.views(slots))
+            ffn.add(out, grouping.parts[0], self._slot_views[batch.layer])
         number = 0
         while landings:
             landing, number = landings.popleft(), number + 1
@@ -231,13 +231,10 @@ class CudaTier(DeviceTier):
     def run_complete(self, batch: LayerBatch) -> torch.Tensor:
         from greenroom.experts.grouped_ffn import run_all
 
-        self._late.request(batch)
-        fmt = self._store.formats[batch.layer]
-        return run_all(batch, fmt, fmt.views(self._slots[batch.layer]))
+        self._late.keep(batch)
+        return run_all(batch, self._store.formats[batch.layer], self._slot_views[batch.layer])
 
     def late_routing(self) -> list[tuple[int, HostRouting]]:
-        if self._late:
-            self._step_end.synchronize()
         return self._late.take()
 
     def _copy_ahead(self, layer: int, plan: Dispatch) -> None:
@@ -287,6 +284,6 @@ class CudaTier(DeviceTier):
     def close(self) -> None:
         if self._slots:
             torch.cuda.synchronize(self.device)
-        self._slots = []
+        self._slots, self._slot_views = [], []
         self._copies.close()
         self._writes.clear()

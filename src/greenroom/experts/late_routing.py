@@ -1,29 +1,37 @@
 """Routing of layers that the host does not decide, read once their step has ended."""
 
+import numpy as np
 import torch
 
 from greenroom.experts.tier import HostRouting, LayerBatch
 
 
 class LateRouting:
-    """Used by one thread. The device writes page-locked memory; the host reads it behind a wait for the step's end."""
+    """Used by one thread. Nothing is enqueued before ``take``: a layer's routing waits where it is."""
 
     def __init__(self) -> None:
-        self._asked: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._batches: list[LayerBatch] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._asked)
+    def keep(self, batch: LayerBatch) -> None:
+        """Of a layer that runs now. Its routing must not be written to afterwards."""
+        self._batches.append(batch)
 
-    def request(self, batch: LayerBatch) -> None:
-        """Enqueues copies of the routing to the host."""
-        self._asked.append((batch.layer, _download(batch.ids), _download(batch.weights)))
+    def drop(self) -> None:
+        """What was kept is of no interest."""
+        self._batches = []
 
     def take(self) -> list[tuple[int, HostRouting]]:
-        """(layer, routing) of each request since the last call. The device must be through with the copies."""
-        asked, self._asked = self._asked, []
-        return [(layer, HostRouting(ids.numpy(), weights.numpy())) for layer, ids, weights in asked]
+        """(layer, routing) of all that was kept since the last call. Waits for the device, if there is anything."""
+        batches, self._batches = self._batches, []
+        if not batches:
+            return []
+        ids = _on_host([batch.ids for batch in batches], torch.int32)
+        weights = _on_host([batch.weights for batch in batches], torch.float32)
+        return [(batch.layer, HostRouting(*pair)) for batch, *pair in zip(batches, ids, weights, strict=True)]
 
 
-def _download(source: torch.Tensor) -> torch.Tensor:
-    # New memory each time: the allocator hands a buffer out again only when the device is through with it.
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+def _on_host(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[np.ndarray]:
+    """All in one copy."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).numpy() for part, tensor in zip(parts, tensors, strict=True)]

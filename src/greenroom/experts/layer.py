@@ -70,15 +70,13 @@ class OffloadedExperts:
         if self.run_instead is not None:
             inner = hidden.to(self._format.dtype).contiguous()
             return self.run_instead(self._layer, inner, topk_ids, topk_weights).to(hidden.dtype)
-        batch = LayerBatch(
-            self._layer,
-            hidden.to(self._format.dtype).contiguous(),
-            topk_ids.to(torch.int32).contiguous(),
-            topk_weights.float().contiguous(),
-        )
         self._expect_step()
+        inner = hidden.to(self._format.dtype).contiguous()
         if self.complete:
+            batch = LayerBatch(self._layer, inner, topk_ids.contiguous(), topk_weights.contiguous())
             return self._tier.run_complete(batch).to(hidden.dtype)
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.float().contiguous()
+        batch = LayerBatch(self._layer, inner, ids, weights)
         routing = self._tier.read_routing(batch)
         counts = count_pairs(routing.ids, self._num_experts)
         lanes = self._tier.lanes(batch, self._costs)

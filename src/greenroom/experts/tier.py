@@ -96,6 +96,9 @@ class DeviceTier(ABC):
     def run_complete(self, batch: LayerBatch) -> torch.Tensor:
         """Computes a layer whose experts all lie in the slots of their own numbers. The host decides and reads nothing.
 
+        Args:
+            batch: with ids and weights of any integer and float dtype; kept until ``late_routing``.
+
         Returns:
             [T, H] of hidden's dtype, as ``run``.
         """

@@ -99,28 +99,40 @@ inline void prefetch_rows(const uint8_t *at, int64_t pitch, int32_t first) {
     for (int32_t r = first; r < first + 4; ++r) __builtin_prefetch(at + r * pitch, 0, 2);
 }
 
+// The token tile that the next step wants, into L1. With fewer token tiles memory is what a step waits for.
+template <int Tiles>
+inline void prefetch_tokens(const uint8_t *tile) {
+  if constexpr (Tiles == kTokenTiles)
+    for (int32_t r = 0; r < kTile; ++r) __builtin_prefetch(tile + kTileBytes + 64 * r, 0, 3);
+}
+
 // Tiles 0-3 += tile 4 x `Tiles` token tiles; tiles 5-7 take tokens in turn. Tile loads from memory hardly overlap with
 // the products before them, so the weights must be on their way by then. Their prefetches are spread among the
-// products: in one burst they would hold the line fill buffers that the tokens need.
+// products: in one burst they would hold the line fill buffers that the tokens need. Nor do tile loads from L2, where
+// two hardware threads share a core: asking for tokens a step ahead made 15 such threads 1.1 to 1.2 times as fast.
 template <int Tiles, bool Cold>
 inline void multiply_tiles(const uint8_t *b, int64_t b_pitch, const uint8_t *ahead, int64_t pitch) {
   prefetch_rows<Cold>(ahead, pitch, 0);
   _tile_loadd(5, b, 64);
   _tile_dpbf16ps(0, 4, 5);
+  prefetch_tokens<Tiles>(b);
   prefetch_rows<Cold>(ahead, pitch, 4);
   if constexpr (Tiles > 1) {
     _tile_loadd(6, b + b_pitch, 64);
     _tile_dpbf16ps(1, 4, 6);
+    prefetch_tokens<Tiles>(b + b_pitch);
   }
   prefetch_rows<Cold>(ahead, pitch, 8);
   if constexpr (Tiles > 2) {
     _tile_loadd(7, b + 2 * b_pitch, 64);
     _tile_dpbf16ps(2, 4, 7);
+    prefetch_tokens<Tiles>(b + 2 * b_pitch);
   }
   prefetch_rows<Cold>(ahead, pitch, 12);
   if constexpr (Tiles > 3) {
     _tile_loadd(5, b + 3 * b_pitch, 64);
     _tile_dpbf16ps(3, 4, 5);
+    prefetch_tokens<Tiles>(b + 3 * b_pitch);
   }
 }
 

@@ -76,7 +76,7 @@ def add_rows_kernel(
         out: [tokens, HIDDEN]: written, or added to if ONTO.
         rows: [last - first, HIDDEN], outputs of the sorted pairs from ``first`` up to ``last``.
         positions: int32 [tokens, TOP_K], where each pair lies among the sorted; -1 for nowhere.
-        weights: float32 [tokens, TOP_K].
+        weights: floats [tokens, TOP_K].
         places: int32, of each sorted pair: which expert's bias.
         bias: [experts, HIDDEN] as for ``activate_rows_kernel``.
     """
@@ -96,7 +96,7 @@ def add_rows_kernel(
             value += tl.load(bias + place.to(tl.int64) * bias_pitch + column, mask=inside & here, other=0.0).to(
                 tl.float32
             )
-        total += value * tl.load(weights + token * TOP_K + k)
+        total += value * tl.load(weights + token * TOP_K + k).to(tl.float32)
     at = out + token * HIDDEN + column
     if ONTO:
         if found > 0:
@@ -165,7 +165,7 @@ def add_rows(
     Args:
         out: [T, H], contiguous; float32 if ``onto``.
         rows: [n, H], contiguous, of the sorted pairs from ``first`` on.
-        positions: int32 [T, K]; weights: float32 [T, K]; places: int32 [pairs]: of the whole layer.
+        positions: int32 [T, K]; weights: floats [T, K]; places: int32 [pairs]: of the whole layer.
         bias: [experts, H], rows contiguous, counting from ``first_place``.
     """
     (tokens, top_k), hidden = positions.shape, rows.shape[1]

@@ -41,19 +41,34 @@ def _places_of(ids, place_of, pair, pairs, experts, MAPPED: tl.constexpr):
     known = (expert >= 0) & (expert < experts)
     if MAPPED:
         return tl.load(place_of + expert, mask=known, other=-1)
-    return tl.where(known, expert, -1)
+    return tl.where(known, expert, -1).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
-    counts, ids, place_of, pairs, experts, PLACES: tl.constexpr, CHUNK: tl.constexpr, MAPPED: tl.constexpr
+    counts,
+    tokens,
+    places,
+    ids,
+    place_of,
+    pairs,
+    experts,
+    PLACES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
-    """Grid (chunks,). counts: written: int32 [chunks, PLACES], pairs of each place in each chunk."""
+    """Grid (chunks,). counts: written: int32 [chunks, PLACES], pairs of each place in each chunk.
+
+    tokens, places: int32 [pairs], all set to 0: behind the last pair nobody else writes.
+    """
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     place = tl.arange(0, PLACES)
     mine = _places_of(ids, place_of, pair, pairs, experts, MAPPED)[:, None] == place[None, :]
     tl.store(counts + chunk * PLACES + place, tl.sum(mine.to(tl.int32), axis=0))
+    zero = tl.zeros((CHUNK,), tl.int32)
+    tl.store(tokens + pair, zero, mask=pair < pairs)
+    tl.store(places + pair, zero, mask=pair < pairs)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -126,7 +141,7 @@ def sort_by_expert(ids: torch.Tensor, place_of: torch.Tensor | None, experts: in
     """Nothing is read back to the host.
 
     Args:
-        ids: int32 [T, K], contiguous; ids outside [0, experts) are skipped.
+        ids: integers [T, K], contiguous; ids outside [0, experts) are skipped.
         place_of: int32 [experts], each one's place, -1 for experts that do not run here; None if it is its number.
         num_places: at least one more than the greatest place.
     """
@@ -136,10 +151,10 @@ def sort_by_expert(ids: torch.Tensor, place_of: torch.Tensor | None, experts: in
     chunks = triton.cdiv(pairs, chunk)
     numbers = torch.empty(chunks + 1, width, dtype=torch.int32, device=device)
     counts, totals = numbers[:chunks], numbers[chunks]
-    tokens, places = torch.zeros(2, pairs, dtype=torch.int32, device=device)
-    positions, ends = torch.empty_like(ids), torch.empty(num_places, dtype=torch.int32, device=device)
+    tokens, places, positions = torch.empty(3, pairs, dtype=torch.int32, device=device)
+    ends = torch.empty(num_places, dtype=torch.int32, device=device)
     shape = {"PLACES": width, "CHUNK": chunk, "MAPPED": place_of is not None}
-    count_kernel[(chunks,)](counts, ids, place_of, pairs, experts, **shape)
+    count_kernel[(chunks,)](counts, tokens, places, ids, place_of, pairs, experts, **shape)
     tiles = triton.next_power_of_2(triton.cdiv(chunks, _CHUNKS))  # few different ones, each of which is compiled
     sum_kernel[(width // _COLUMNS,)](
         counts, totals, chunks, PLACES=width, TILES=tiles, CHUNKS=_CHUNKS, COLUMNS=_COLUMNS
@@ -159,4 +174,4 @@ def sort_by_expert(ids: torch.Tensor, place_of: torch.Tensor | None, experts: in
         TOP_K=ids.shape[1],
         **shape,
     )
-    return SortedPairs(tokens, places, positions, ends)
+    return SortedPairs(tokens, places, positions.view(ids.shape), ends)
