@@ -4,6 +4,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def many_tokens() -> None:
         batch = LayerBatch(0, torch.randn(20, fmt.hidden).to(DTYPE), ids, torch.rand(20, 2))
         blocks = torch.zeros(8, fmt.block_bytes, dtype=torch.uint8)
         run_all(batch, fmt, fmt.views(blocks))
+        run_all(replace(batch, ids=ids.long(), weights=batch.weights.to(DTYPE)), fmt, fmt.views(blocks))
         counts = np.bincount(ids.flatten().numpy(), minlength=8)
         group = np.flatnonzero(counts)
         grouping = group_pairs([group], Dispatch(counts, np.empty(0, dtype=np.int64), (group,), group[:0]))

@@ -25,7 +25,9 @@ class GroupedFfn:
         self._batch = batch
         self._format = fmt
         self._ends = table[num_experts:]
-        self._pairs = sort_by_expert(batch.ids, table[:num_experts], num_experts, len(self._ends))
+        # There are hardly ever more places than two an expert. Always as many: fewer kernels to compile.
+        num_places = max(2 * num_experts, len(self._ends))
+        self._pairs = sort_by_expert(batch.ids, table[:num_experts], num_experts, num_places)
 
     def add(self, out: torch.Tensor, part: Part, views: ExpertViews) -> None:
         """Adds to ``out`` (float32 [T, H]) what the experts of ``part``, the first ones in ``views``, contribute."""
@@ -65,7 +67,8 @@ def _run(
     projected = _grouped_linear(batch.hidden[pairs.tokens[mine]], views.up[:count], ends)
     inner = activate_rows(
         projected,
-        pairs.places[mine],
+        pairs.places,
+        mine.start,
         first_place,
         views.up_bias,
         fmt.inter,

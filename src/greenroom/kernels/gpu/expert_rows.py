@@ -7,12 +7,13 @@ import triton.language as tl
 from greenroom.kernels.gpu.activations import gated, ungated
 
 
-@triton.jit(do_not_specialize=["first_place"])
+@triton.jit(do_not_specialize=["first", "first_place"])
 def activate_rows_kernel(
     out,
     projected,
     places,
     bias,
+    first,
     first_place,
     bias_pitch,
     alpha,
@@ -29,7 +30,7 @@ def activate_rows_kernel(
     Args:
         out: written: [rows, INTER].
         projected: [rows, INTER], or [rows, 2 * INTER] if GATED: gates, then the others.
-        places: int32 [rows], which expert's bias.
+        places: int32, of each sorted pair, of which the rows are those from ``first`` on: which expert's bias.
         bias: [experts, projected's width], ``bias_pitch`` from one to the next; of the experts from ``first_place`` on.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -37,18 +38,18 @@ def activate_rows_kernel(
     inside = column < INTER
     width: tl.constexpr = 2 * INTER if GATED else INTER
     at = projected + row * width + column
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    leading = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     its_bias = bias
     if BIAS:
-        its_bias += (tl.load(places + row) - first_place).to(tl.int64) * bias_pitch + column
-        first += tl.load(its_bias, mask=inside, other=0.0).to(tl.float32)
+        its_bias += (tl.load(places + first + row) - first_place).to(tl.int64) * bias_pitch + column
+        leading += tl.load(its_bias, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         second = tl.load(at + INTER, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             second += tl.load(its_bias + INTER, mask=inside, other=0.0).to(tl.float32)
-        inner = gated(first, second, alpha, limit, KIND, CLAMPED)
+        inner = gated(leading, second, alpha, limit, KIND, CLAMPED)
     else:
-        inner = ungated(first, alpha, limit, KIND, CLAMPED)
+        inner = ungated(leading, alpha, limit, KIND, CLAMPED)
     tl.store(out + row * INTER + column, inner.to(out.dtype.element_ty), mask=inside)
 
 
@@ -113,6 +114,7 @@ def block_of(width: int) -> int:
 def activate_rows(
     projected: torch.Tensor,
     places: torch.Tensor,
+    first: int,
     first_place: int,
     bias: torch.Tensor | None,
     inter: int,
@@ -123,8 +125,9 @@ def activate_rows(
     """[n, 2 * inter] or [n, inter], contiguous -> [n, inter]: bias and activation, computed in float32.
 
     Args:
-        places: int32 [n], which expert's bias, counting from ``first_place``.
-        bias: [experts, projected's width], rows contiguous.
+        places: int32 [pairs], of the whole layer: which expert's bias.
+        first: which sorted pair the first row belongs to.
+        bias: [experts, projected's width], rows contiguous, counting from ``first_place``.
         kind: of ``ActivationKind``, with its ``alpha`` and ``limit``.
     """
     count, width = projected.shape
@@ -135,6 +138,7 @@ def activate_rows(
         projected,
         places,
         bias if bias is not None else projected,
+        first,
         first_place,
         bias.stride(0) if bias is not None else 0,
         alpha,
