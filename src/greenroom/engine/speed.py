@@ -32,6 +32,9 @@ _PREFILL_LAYER_S = 1.8e-3
 _PREFILL_HOST_S = 3.3e-3
 """What the host takes at least for a layer of a prefill on a GPU, however little is missing."""
 
+_COMPLETE_HOST_S = 2e-3
+"""The same where every expert has a slot, so that the host does not wait for the routing."""
+
 _HOST_LAYER_S = 1.5e-3
 """Of a layer without a GPU: what is not bytes on two slow cores, Python above all. A rough figure."""
 
@@ -139,7 +142,8 @@ def pass_time(
         rows = tokens * top_k / needed
         experts = _missing_seconds(layer.format, needed * (1 - hits), rows, rates, per_layer)
         experts += needed * hits * layer.format.block_bytes / (rates.dense_gb_s * 1e9)
-        layers += experts if decode or not on_gpu else max(experts, _PREFILL_HOST_S - _PREFILL_LAYER_S)
+        host = _COMPLETE_HOST_S if slots == layer.num_experts else _PREFILL_HOST_S
+        layers += experts if decode or not on_gpu else max(experts, host - _PREFILL_LAYER_S)
     layers += shape.num_layers * _layer_overhead(shape, decode, on_gpu)
     # A pass reads every weight once; with many tokens arithmetic takes longer than that.
     read = shape.dense_bytes / (rates.dense_gb_s * 1e9)
