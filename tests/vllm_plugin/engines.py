@@ -10,10 +10,23 @@ PROMPT_LENGTHS = (3, 5, 17, 40, 70)
 
 @dataclass(frozen=True)
 class Run:
-    """Greedy tokens of each prompt, and what the plugin counted (None without it)."""
+    """Greedy tokens of each prompt, and what the plugin counted (None without it).
+
+    likely: for each token the log probabilities of those that were likeliest in its place.
+    """
 
     tokens: list[list[int]]
     stats: dict[str, Any] | None
+    likely: list[list[dict[int, float]]]
+
+    def margins(self, other: list[list[int]]) -> list[float]:
+        """Of each text that parts from ``other``: by how much its own token was likelier, where they part."""
+        found = []
+        for tokens, theirs, likely in zip(self.tokens, other, self.likely, strict=True):
+            at = next((i for i, pair in enumerate(zip(tokens, theirs, strict=True)) if pair[0] != pair[1]), None)
+            if at is not None:
+                found.append(likely[at][tokens[at]] - likely[at].get(theirs[at], float("-inf")))
+        return found
 
 
 @contextmanager
@@ -33,21 +46,26 @@ def greedy(
     llm: Any, vocabulary: int = 256, tokens: int = 16, lengths: tuple[int, ...] = PROMPT_LENGTHS
 ) -> list[list[int]]:
     """Greedy continuations of the same random prompts every time."""
+    return [list(answer.token_ids) for answer in _answers(llm, vocabulary, tokens, lengths, logprobs=None)]
+
+
+def _answers(llm: Any, vocabulary: int, tokens: int, lengths: tuple[int, ...], logprobs: int | None) -> list[Any]:
     from vllm import SamplingParams
 
     source = random.Random(3)
     prompts = [{"prompt_token_ids": [source.randrange(3, vocabulary) for _ in range(n)]} for n in lengths]
-    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, sampling, use_tqdm=False)]
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=logprobs)
+    return [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
 
 
 def run(model: Any, vocabulary: int = 256, **arguments: Any) -> Run:
     """Starts an engine, lets it generate twice (the second time with a cache that has learnt), and closes it."""
     with engine(model, **arguments) as llm:
-        tokens = greedy(llm, vocabulary) + greedy(llm, vocabulary)
+        answers = [answer for _ in range(2) for answer in _answers(llm, vocabulary, 16, PROMPT_LENGTHS, logprobs=5)]
         plugged = llm.llm_engine.vllm_config.additional_config.get("moe_offload") is not None
         stats = llm.collective_rpc("moe_offload_stats")[0] if plugged else None
-    return Run(tokens, stats)
+    likely = [[{token: each.logprob for token, each in place.items()} for place in a.logprobs] for a in answers]
+    return Run([list(answer.token_ids) for answer in answers], stats, likely)
 
 
 def offload(slots: int, **more: Any) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from tests.vllm_plugin.engines import engine, greedy, offload, run
 
 TINY_MOE = Path(__file__).parents[2] / "examples" / "tiny-moe"
 
+CLOSE = 0.375
+"""Of two log probabilities from logits in bfloat16: six of its steps, which are 1/16 from 8 to 16."""
+
 pytestmark = pytest.mark.usefixtures("vllm_environment")
 
 
@@ -32,7 +35,11 @@ def test_tokens_are_those_of_stock_vllm(family, dtype, sizes, tiny_model):
     assert len({token for tokens in stock.tokens for token in tokens}) > 20, "the model says more than one thing"
     for size in sizes:
         plugged = run(model, dtype=name, **offload(size))
-        assert plugged.tokens == stock.tokens, f"{size} slots"
+        margins = stock.margins(plugged.tokens)
+        if dtype == torch.float32:
+            assert not margins, f"{size} slots"
+        # Processors round bfloat16 in different orders: tokens may part where they are as good as equal.
+        assert all(margin <= CLOSE for margin in margins), f"{size} slots: {margins}"
         check_counters(plugged.stats, size, experts=8 if family == "mixtral" else 16)
 
 
