@@ -10,27 +10,28 @@ class LateRouting:
     """Used by one thread. Nothing is enqueued before ``take``: a layer's routing waits where it is."""
 
     def __init__(self) -> None:
-        self._batches: list[LayerBatch] = []
+        self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def keep(self, batch: LayerBatch) -> None:
         """Of a layer that runs now. Its routing must not be written to afterwards."""
-        self._batches.append(batch)
+        # Not the batch: hidden rows of all layers would stay on the device until the step has ended.
+        self._kept.append((batch.layer, batch.ids, batch.weights))
 
     def drop(self) -> None:
         """What was kept is of no interest."""
-        self._batches = []
+        self._kept = []
 
     def take(self) -> list[tuple[int, HostRouting]]:
         """(layer, routing) of all that was kept since the last call. Waits for the device, if there is anything."""
-        batches, self._batches = self._batches, []
-        if not batches:
+        kept, self._kept = self._kept, []
+        if not kept:
             return []
-        ids = _on_host([batch.ids for batch in batches], torch.int32)
-        weights = _on_host([batch.weights for batch in batches], torch.float32)
-        return [(batch.layer, HostRouting(*pair)) for batch, *pair in zip(batches, ids, weights, strict=True)]
+        layers, ids, weights = zip(*kept, strict=True)
+        pairs = zip(_on_host(ids, torch.int32), _on_host(weights, torch.float32), strict=True)
+        return [(layer, HostRouting(*pair)) for layer, pair in zip(layers, pairs, strict=True)]
 
 
-def _on_host(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[np.ndarray]:
+def _on_host(tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> list[np.ndarray]:
     """All in one copy."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype).cpu()
     parts = flat.split([tensor.numel() for tensor in tensors])

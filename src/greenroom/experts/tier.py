@@ -97,7 +97,7 @@ class DeviceTier(ABC):
         """Computes a layer whose experts all lie in the slots of their own numbers. The host decides and reads nothing.
 
         Args:
-            batch: with ids and weights of any integer and float dtype; kept until ``late_routing``.
+            batch: with ids and weights of any integer and float dtype; those are kept until ``late_routing``.
 
         Returns:
             [T, H] of hidden's dtype, as ``run``.
