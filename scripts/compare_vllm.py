@@ -5,8 +5,8 @@ speed ENGINE...  all engines start at once, since a start takes a minute, and ar
                  time of all tokens less that of the first, prefill the time to the first token; of each the best of
                  some runs. Engines: stock (all on the GPU), uva (experts in host memory by vLLM's own means),
                  plugin:SLOTS (so many experts of each layer on the GPU), plugin:SLOTS:GPUS (tensor parallel).
-                 With --turns those that keep all experts on the GPU then decode by turns, each on cores of its own:
-                 two stock ones show how far figures stray.
+                 With --turns those that keep all experts on the GPU then decode and prefill by turns, each on cores of
+                 its own: two stock ones show how far figures stray.
 tokens           greedy tokens in float32: stock on one GPU, then the plugin for each number of slots. Exit status 1 if
                  a text parts from stock's where that holds its own token for clearly likelier: some of vLLM's kernels
                  compute float32 in TF32, so as good as equal ones may change places.
@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,8 +45,14 @@ from vllm_engines import (
 CLOSE = 0.05
 """Of two tokens' log probabilities, which TF32 cannot tell apart."""
 
+PREFILLS = 5
+"""Prompts of a turn."""
+
 KV_BYTES = 1 << 30
 """Of engines that start at once; more than any of the requests needs."""
+
+Work = Callable[[ChildEngine], float]
+"""What an engine does in its turn; gives the milliseconds it took."""
 
 TINY_MOE = Path(__file__).resolve().parent.parent / "examples" / "tiny-moe"
 
@@ -96,9 +102,12 @@ def run_speed(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
             yield from (about | line for line in time_engine(child, args))
         if args.turns:
             taking = [child for engine, child in zip(args.engines, children, strict=True) if engine in whole]
+            for prompt in args.prompt:
+                about = {"bench": "vllm-turns", "part": "prefill", "shape": shape, "tokens": prompt}
+                yield from (about | line for line in take_turns(taking, args.turns, prefill_ms(prompt)))
             for batch in args.batch:
-                about = {"bench": "vllm-turns", "shape": shape, "batch": batch, "turns": args.turns}
-                yield from (about | line for line in take_turns(taking, batch, args.turns, args.steps))
+                about = {"bench": "vllm-turns", "part": "decode", "shape": shape, "batch": batch, "steps": args.steps}
+                yield from (about | line for line in take_turns(taking, args.turns, decode_ms(batch, args.steps)))
 
 
 def time_engine(child: ChildEngine, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -121,27 +130,41 @@ def split_cores(parts: int) -> list[list[int]]:
     return [cores[size * part : size * (part + 1)] if size else cores for part in range(parts)]
 
 
-def take_turns(children: list[ChildEngine], batch: int, turns: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Milliseconds a step of each, and how they compare with the first one's."""
+def decode_ms(batch: int, steps: int) -> Work:
+    """Milliseconds a step of ``batch`` sequences."""
 
-    def step_ms(child: ChildEngine) -> float:
+    def work(child: ChildEngine) -> float:
         return (child.seconds(batch, PROMPT, 1 + steps) - child.seconds(batch, PROMPT, 1)) / steps * 1e3
 
+    return work
+
+
+def prefill_ms(prompt: int) -> Work:
+    """Milliseconds to the first token behind ``prompt`` tokens, the median of some."""
+
+    def work(child: ChildEngine) -> float:
+        return statistics.median(child.seconds(1, prompt, 1) for _ in range(PREFILLS)) * 1e3
+
+    return work
+
+
+def take_turns(children: list[ChildEngine], turns: int, work: Work) -> Iterator[dict[str, Any]]:
+    """Milliseconds of each engine, and how they compare with the first one's."""
     for child in children:
-        step_ms(child)
+        work(child)
     times: list[list[float]] = [[] for _ in children]
     for turn in range(turns):
         for child, its_times in zip(children, times, strict=True):
-            its_times.append(step_ms(child))
-        say(f"batch {batch}, turn {turn}: " + ", ".join(f"{its_times[-1]:.3f}" for its_times in times))
+            its_times.append(work(child))
+        say(f"turn {turn}: " + ", ".join(f"{its_times[-1]:.3f} ms" for its_times in times))
     median, least = statistics.median(times[0]), min(times[0])
     for child, its_times in zip(children, times, strict=True):
         yield {
             "mode": child.name,
-            "steps": steps,
+            "turns": turns,
             "value": round(statistics.median(its_times), 4),
             "least": round(min(its_times), 4),
-            "unit": "ms/step",
+            "unit": "ms",
             "of_first": round(statistics.median(its_times) / median, 4),
             "least_of_first": round(min(its_times) / least, 4),
         }
