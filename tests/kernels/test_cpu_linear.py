@@ -217,7 +217,7 @@ def test_a_closed_engine_refuses() -> None:
 
 def test_native_arguments_are_checked() -> None:
     library, handle, number = load_library(), ctypes.c_void_p(), ctypes.c_uint64()
-    assert library.gr_engine_create(1, None, -1, 0, ctypes.byref(handle)) == 0
+    assert library.gr_engine_create(1, None, -1, 0, 0, ctypes.byref(handle)) == 0
     for wrong, sentence in (
         ({"rows": -1}, "rows and columns, not -1 and 4"),
         ({"width": 2**30 + 1}, "more than 2^30"),

@@ -17,7 +17,7 @@ from tests.kernels.batches import SILU, Batch
 @pytest.fixture
 def engine() -> Iterator[ctypes.c_void_p]:
     library, handle = load_library(), ctypes.c_void_p()
-    assert library.gr_engine_create(1, None, -1, 0, ctypes.byref(handle)) == 0
+    assert library.gr_engine_create(1, None, -1, 0, 0, ctypes.byref(handle)) == 0
     yield handle
     library.gr_engine_destroy(handle)
 
@@ -83,7 +83,7 @@ def test_what_is_refused(engine: ctypes.c_void_p) -> None:
 
 def test_boxes_and_formats_are_copied_and_outlive_their_engine() -> None:
     library, engine = load_library(), ctypes.c_void_p()
-    assert library.gr_engine_create(1, None, -1, 0, ctypes.byref(engine)) == 0
+    assert library.gr_engine_create(1, None, -1, 0, 0, ctypes.byref(engine)) == 0
     box = Box()
     status, handle = box.create(engine)
     assert status == 0

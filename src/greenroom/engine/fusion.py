@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from greenroom.engine.known_parts import rms_epsilon
 from greenroom.kernels.gpu.decode_attention import decode_attention
 from greenroom.kernels.gpu.rms_norm import rms_norm
 
@@ -22,13 +23,10 @@ ATTENTION = "greenroom"
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Gives every module that computes an RMS norm the kernel; returns how many.
-
-    A module counts as one if its result on random rows is that of the formula, bit for bit.
-    """
+    """Gives every module that computes an RMS norm the kernel; returns how many."""
     fused = 0
     for module in model.modules():
-        epsilon = _rms_epsilon(module)
+        epsilon = rms_epsilon(module)
         if epsilon is not None:
             module.forward = _fused(module, epsilon)
             fused += 1
@@ -97,25 +95,6 @@ def _is_decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
         and value.stride()[2:] == (value.shape[3], 1)
         and query.shape[1] % key.shape[1] == 0
     )
-
-
-def _rms_epsilon(module: nn.Module) -> float | None:
-    """The epsilon of a module that is an RMS norm with a weight, None for any other."""
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = getattr(module, "weight", None)
-    if not isinstance(epsilon, float) or not isinstance(weight, nn.Parameter) or weight.ndim != 1:
-        return None
-    if len(list(module.parameters())) != 1 or not weight.is_floating_point():
-        return None
-    with torch.no_grad():
-        rows = torch.randn(4, len(weight), device=weight.device).to(weight.dtype)
-        try:
-            result = module(rows)
-        except (TypeError, RuntimeError):
-            return None  # takes something else than rows
-    wide = rows.float()
-    normal = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(rows.dtype)
-    return epsilon if isinstance(result, torch.Tensor) and torch.equal(result, weight * normal) else None
 
 
 def _fused(module: nn.Module, epsilon: float) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -15,7 +15,7 @@ from greenroom.engine.attach import attach_manager, detach
 from greenroom.engine.cache_argument import why_no_plain_cache
 from greenroom.engine.held_memory import DeviceMemory, HeldMemory
 from greenroom.engine.request import Request
-from greenroom.engine.single_rows import SingleRows
+from greenroom.engine.single import take_single_passes
 from greenroom.engine.spec import ModelSpec
 from greenroom.errors import ConfigError
 from greenroom.experts.counters import OffloadStats
@@ -125,7 +125,7 @@ def offload_experts(
     on_gpu = device.type == "cuda"
     threads, cores = hardware.engine_cores(config.context_num_threads, beside_gpu=on_gpu)
     # Beside a GPU a batch decides anyway which experts the GPU computes, in another order.
-    engine = CpuExperts(threads, cores, request.isa, batch_invariant=not on_gpu)
+    engine = CpuExperts(threads, cores, request.isa, batch_invariant=not on_gpu, callers_help=not on_gpu)
     try:
         store = _make_store(config, spec, device)
         try:
@@ -155,7 +155,7 @@ def offload_experts(
         if why_no_plain_cache(model) is None:
             use_decode_attention(model)
     else:
-        SingleRows(model, engine)
+        take_single_passes(model, engine)
     weights = weights or NoWeightOffload()
     weights.attach(model, model.get_submodule(spec.decoder))  # behind whatever tries modules out by themselves
     seconds = time.perf_counter() - started

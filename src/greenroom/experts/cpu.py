@@ -16,15 +16,25 @@ import numpy as np
 import torch
 
 from greenroom.errors import ConfigError, EngineError
+from greenroom.experts.attention import native_attention
 from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.job_checks import check_job
 from greenroom.experts.linear import native_linear
 from greenroom.experts.native import Isa, native_format
 from greenroom.experts.ticket import Ending, LateJobError, Ticket
-from greenroom.kernels.cpu.library import NativeJob, NativeLinear, NativeMailbox, last_error, load_library
+from greenroom.kernels.cpu.library import (
+    NativeAttention,
+    NativeJob,
+    NativeLinear,
+    NativeMailbox,
+    last_error,
+    load_library,
+)
 
 logger = logging.getLogger(__name__)
 
+
+NativeAnyJob = NativeJob | NativeLinear | NativeAttention
 
 _LATE_JOB_S = 5.0
 """Seconds without any progress after which ``close`` leaves a job to itself."""
@@ -45,6 +55,8 @@ class CpuExperts:
         isa: instruction set; ``AUTO`` takes the best one.
         batch_invariant: a token's result does not depend, by a single bit, on the other tokens of its job.
         watchdog_s: seconds without any progress after which a job is no longer waited for.
+        callers_help: a thread that waits for a job works meanwhile, as one of ``threads`` and on the first core. What
+            hangs in its own part of the work it cannot stop waiting for.
 
     Raises:
         ConfigError: ``cores`` has another length.
@@ -58,6 +70,7 @@ class CpuExperts:
         isa: Isa = Isa.AUTO,
         batch_invariant: bool = False,
         watchdog_s: float = 60.0,
+        callers_help: bool = False,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._lock = Lock()
@@ -68,7 +81,8 @@ class CpuExperts:
         self._library = load_library()
         handle = ctypes.c_void_p()
         numbers = None if cores is None else (ctypes.c_int32 * threads)(*cores)
-        if self._library.gr_engine_create(threads, numbers, int(isa), batch_invariant, ctypes.byref(handle)):
+        choices = int(isa), batch_invariant, callers_help
+        if self._library.gr_engine_create(threads, numbers, *choices, ctypes.byref(handle)):
             raise EngineError(last_error(self._library))
         self._native = handle  # for jobs that are still waited for while the engine closes
         self._threads = threads
@@ -181,6 +195,28 @@ class CpuExperts:
         self._queue(self._library.gr_linear_submit, job, (weight, x, bias, out)).wait()
         return out
 
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """``softmax(scale * query key^T) value`` of one new token; blocks until it is done. Sums are kept in fp32.
+
+        Args:
+            query: [Hq, D], contiguous.
+            key: [Hk, S, D], of which a row lies in one piece. Each of its heads serves Hq / Hk of the query's.
+            value: [Hk, S, Dv], the same.
+
+        All are CPU tensors of one dtype, BF16 or float32, that ``can_attend`` takes.
+
+        Returns:
+            [Hq, Dv].
+
+        Raises:
+            ValueError: a tensor has another shape, dtype, device or stride.
+            EngineError: the engine is closed.
+        """
+        out = query.new_empty(query.shape[0], value.shape[-1])
+        job = native_attention(query, key, value, scale, out)
+        self._queue(self._library.gr_attention_submit, job, (query, key, value, out)).wait()
+        return out
+
     def throttle(self, factor: float) -> None:
         """Makes all work take ``factor`` (at least 1) times as long, for tests and benchmarks of slow machines.
 
@@ -246,7 +282,7 @@ class CpuExperts:
     ) -> None:
         self.close()
 
-    def _queue(self, submit: Callable[..., int], job: NativeJob | NativeLinear, keep: tuple[object, ...]) -> Ticket:
+    def _queue(self, submit: Callable[..., int], job: NativeAnyJob, keep: tuple[object, ...]) -> Ticket:
         """The ticket of a job that the native ``submit`` has queued. keep: what the job reads and writes."""
         number = ctypes.c_uint64()
         with self._lock:

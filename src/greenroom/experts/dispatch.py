@@ -103,6 +103,8 @@ def dispatch(
     for group in ahead:
         wanted[group] = False
     absent = np.flatnonzero(wanted)
+    if costs.copy_bytes_per_s <= 0 and not ahead:
+        return Dispatch(counts, resident, (), absent)
     absent = absent[np.argsort(-counts[absent], kind="stable")]
     num_streamed = choose_num_streamed(counts[absent], costs, fmt, lanes)
     streamed = absent[:num_streamed]

@@ -128,7 +128,9 @@ class RankExperts:
         if not self._stores:
             raise ConfigError("--moe-offload found no routed experts in this model; remove it")
         threads, self.cores = rank_cores(self.options.context_num_threads, self.share)
-        self.engine = CpuExperts(threads, self.cores, Isa.AUTO, batch_invariant=not self._on_gpu)
+        self.engine = CpuExperts(
+            threads, self.cores, Isa.AUTO, batch_invariant=not self._on_gpu, callers_help=not self._on_gpu
+        )
         store = HostStore.joined(self._stores)
         self._stores = [store]  # at once: whatever fails from here on, ``close`` unlocks it
         config, slots = self.options.to_config(), self.plan.slots

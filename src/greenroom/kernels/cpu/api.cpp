@@ -58,11 +58,11 @@ GR_EXPORT uint32_t gr_isa_supported(void) { return greenroom::supported_isas(); 
 GR_EXPORT int32_t gr_abi_version(void) { return GR_ABI_VERSION; }
 
 GR_EXPORT int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, int32_t batch_invariant,
-                                   gr_engine **engine) {
+                                   int32_t callers_help, gr_engine **engine) {
   return guarded([&] {
     *engine = nullptr;
     const greenroom::KernelChoice kernels{greenroom::choose_isa(isa), batch_invariant != 0};
-    *engine = new gr_engine{std::make_shared<greenroom::Engine>(threads, cores, kernels)};
+    *engine = new gr_engine{std::make_shared<greenroom::Engine>(threads, cores, kernels, callers_help != 0)};
     return 0;
   });
 }
@@ -86,6 +86,29 @@ GR_EXPORT int32_t gr_linear_submit(gr_engine *engine, const gr_linear *linear, u
     *ticket = engine->engine->submit(*linear);
     return 0;
   });
+}
+
+GR_EXPORT int32_t gr_attention_submit(gr_engine *engine, const gr_attention *attention, uint64_t *ticket) {
+  return guarded([&] {
+    *ticket = engine->engine->submit(*attention);
+    return 0;
+  });
+}
+
+GR_EXPORT void gr_norm(int32_t isa, int32_t dtype, const void *x, const void *weight, void *y, int64_t rows,
+                       int32_t width, float epsilon) {
+  greenroom::choose_row_kernel(static_cast<gr_isa>(isa), dtype)->norm(x, weight, y, rows, width, epsilon);
+}
+
+GR_EXPORT void gr_turn(int32_t isa, int32_t dtype, const void *x, const void *cosines, const void *sines, void *y,
+                       int32_t heads, int32_t width) {
+  greenroom::choose_row_kernel(static_cast<gr_isa>(isa), dtype)->turn(x, cosines, sines, y, heads, width);
+}
+
+GR_EXPORT void gr_choose(int32_t isa, int32_t dtype, const void *logits, int32_t experts, int32_t top_k,
+                         int32_t normalise, float *weights, int64_t *ids) {
+  greenroom::choose_row_kernel(static_cast<gr_isa>(isa), dtype)
+      ->choose(logits, experts, top_k, normalise != 0, weights, ids);
 }
 
 GR_EXPORT int32_t gr_wait(gr_engine *engine, uint64_t ticket, int64_t limit_ms, int32_t *late) {

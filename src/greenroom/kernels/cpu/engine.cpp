@@ -33,8 +33,10 @@ std::chrono::nanoseconds processor_time() {
 
 }  // namespace
 
-Engine::Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels)
-    : kernels_(kernels), threads_(static_cast<uint32_t>(std::max(threads, 0))) {
+Engine::Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels, bool callers_help)
+    : kernels_(kernels),
+      threads_(static_cast<uint32_t>(std::max(threads, 0))),
+      callers_help_(callers_help && threads > 1) {
   if (threads < 1) throw std::invalid_argument("an engine needs at least one thread, not " + std::to_string(threads));
   const uint32_t cores_here = usable_cores();
   spin_ = threads_ <= cores_here ? kWorkerSpin : kCrowdedSpin;
@@ -65,7 +67,7 @@ void Engine::close() {
 
 void Engine::start(const int32_t *cores) {
   const SignalsBlocked blocked;
-  for (uint32_t i = 0; i < threads_; ++i) {
+  for (uint32_t i = callers_help_; i < threads_; ++i) {
     workers_.emplace_back(&Engine::work, this, i);
 #if defined(__linux__)
     pthread_setname_np(workers_.back().native_handle(), "greenroom-cpu");
@@ -96,6 +98,10 @@ uint64_t Engine::submit(const gr_linear &linear) {
   return submit(std::make_shared<Record>(Linear(linear, kernels_.isa, threads_)));
 }
 
+uint64_t Engine::submit(const gr_attention &attention) {
+  return submit(std::make_shared<Record>(Attention(attention, kernels_.isa)));
+}
+
 uint64_t Engine::submit(std::shared_ptr<Record> record) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t ticket = ++tickets_;
@@ -114,6 +120,7 @@ std::optional<std::string> Engine::wait(uint64_t ticket, std::chrono::millisecon
                                   " to wait for; each job is waited for once");
     record = found->second;
   }
+  if (callers_help_) help(*record);
   const auto done = [&] { return record->done.load(std::memory_order_seq_cst); };
   auto before = progress();
   for (int idle = 0; !record->parking.wait_for(done, kWaiterSpin, std::chrono::microseconds(limit) / kLooks);) {
@@ -136,13 +143,7 @@ void Engine::work(size_t worker) {
   for (;;) {
     const Claim taken = claim();
     if (taken.any) {
-      const double factor = throttle_.load(std::memory_order_relaxed);
-      if (factor > 1)
-        run_throttled(taken.unit, worker, factor);
-      else
-        run(taken.unit, worker);
-      // Release: what this thread wrote is visible to the one that finishes the last unit, which acquires.
-      if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) advance();
+      finish_unit(taken.unit, worker);
       continue;
     }
     if (stop_.load(std::memory_order_seq_cst)) return;
@@ -157,6 +158,36 @@ void Engine::work(size_t worker) {
         },
         spin_);
   }
+}
+
+// A thread that waits for `record` takes units like a worker, of whatever job is current: so the thread that goes on
+// behind the job has a core, and is awake when it ends. Returns when the job has ended, or there has been nothing to do
+// for as long as a worker looks for work; at once while work is throttled, since a caller's patience has a limit.
+void Engine::help(const Record &record) {
+  if (helping_.exchange(true, std::memory_order_acquire)) return;
+  const auto done = [&] { return record.done.load(std::memory_order_acquire); };
+  auto idle_since = std::chrono::steady_clock::now();
+  while (!done() && throttle_.load(std::memory_order_relaxed) <= 1) {
+    const Claim taken = claim();
+    if (taken.any) {
+      finish_unit(taken.unit, 0);
+      idle_since = std::chrono::steady_clock::now();
+      continue;
+    }
+    for (int i = 0; i < 32 && !done() && control_.load(std::memory_order_acquire) == taken.word; ++i) pause_briefly();
+    if (std::chrono::steady_clock::now() - idle_since > spin_) break;
+  }
+  helping_.store(false, std::memory_order_release);
+}
+
+void Engine::finish_unit(uint32_t unit, size_t worker) {
+  const double factor = throttle_.load(std::memory_order_relaxed);
+  if (factor > 1)
+    run_throttled(unit, worker, factor);
+  else
+    run(unit, worker);
+  // Release: what this thread wrote is visible to the one that finishes the last unit, which acquires.
+  if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) advance();
 }
 
 Engine::Claim Engine::claim() {
@@ -178,6 +209,7 @@ void Engine::run(uint32_t unit, size_t worker) {
       case Phase::up: plan_.run_up(unit, scratch_[worker]->data()); break;
       case Phase::down: plan_.run_down(unit, scratch_[worker]->data()); break;
       case Phase::linear: current_->linear->run(unit); break;
+      case Phase::attend: current_->attention->run(unit); break;
     }
   } catch (const std::bad_alloc &) {
     fail("the CPU engine could not get memory for this batch; use smaller batches");
@@ -221,7 +253,8 @@ void Engine::publish(Phase phase, uint32_t units) {
 
 // Called by the thread that finished a phase's last unit. Ends by publishing a phase with units in it, or idle.
 void Engine::advance() {
-  if (failed_.load(std::memory_order_relaxed) || phase_ == Phase::linear) return finish_job();
+  const bool one_phase = phase_ == Phase::linear || phase_ == Phase::attend;
+  if (failed_.load(std::memory_order_relaxed) || one_phase) return finish_job();
   if (phase_ == Phase::prepare && plan_.up_units()) return publish(Phase::up, plan_.up_units());
   if (phase_ != Phase::down && plan_.down_units()) return publish(Phase::down, plan_.down_units());
   if (slice_end_ < current_->job.tokens) {
@@ -275,6 +308,7 @@ void Engine::start_job(std::shared_ptr<Record> record) {
   slice_begin_ = 0;
   failed_.store(false, std::memory_order_relaxed);
   if (current_->linear) return publish(Phase::linear, current_->linear->units());
+  if (current_->attention) return publish(Phase::attend, current_->attention->units());
   publish(Phase::prepare, 1);
 }
 

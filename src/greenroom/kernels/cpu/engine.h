@@ -23,8 +23,9 @@ namespace greenroom {
 
 class Engine {
  public:
-  // Throws std::invalid_argument and std::system_error. cores: null or one number a thread.
-  Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels);
+  // Throws std::invalid_argument and std::system_error. cores: null or one number a thread. callers_help: whoever waits
+  // for a job is one of the threads, the one that the first core is left to; ignored if there is only one.
+  Engine(int32_t threads, const int32_t *cores, const KernelChoice &kernels, bool callers_help);
   ~Engine();
   Engine(const Engine &) = delete;
   Engine &operator=(const Engine &) = delete;
@@ -33,6 +34,7 @@ class Engine {
 
   uint64_t submit(const gr_job &job);
   uint64_t submit(const gr_linear &linear);
+  uint64_t submit(const gr_attention &attention);
 
   // Waits for the job and forgets it: empty when it succeeded, otherwise what went wrong. Nothing if for `limit` none
   // of the engine's work ends; the job may then be waited for again.
@@ -55,7 +57,7 @@ class Engine {
   void close();
 
  private:
-  enum class Phase { prepare, up, down, linear };
+  enum class Phase { prepare, up, down, linear, attend };
 
   struct Claim {
     bool any = false;
@@ -84,6 +86,8 @@ class Engine {
   void start(const int32_t *cores);
   void stop();
   void work(size_t worker);
+  void help(const Record &record);
+  void finish_unit(uint32_t unit, size_t worker);
   Claim claim();
   void run(uint32_t unit, size_t worker);
   void run_throttled(uint32_t unit, size_t worker, double factor);
@@ -103,7 +107,8 @@ class Engine {
   void disarm_all();
 
   const KernelChoice kernels_;
-  const uint32_t threads_;
+  const uint32_t threads_;  // that work at once
+  const bool callers_help_;
   std::chrono::microseconds spin_;
   uint32_t rounds_a_yield_;  // of looking for work, while armed
   std::atomic<double> throttle_{1};
@@ -127,9 +132,12 @@ class Engine {
   std::shared_ptr<Record> current_;
   int64_t slice_begin_ = 0, slice_end_ = 0;
   Plan plan_;
-  std::vector<std::unique_ptr<GrowingBuffer>> scratch_;  // one a worker; grown while nobody else has a unit
+  std::vector<std::unique_ptr<GrowingBuffer>> scratch_;  // one a thread; grown while nobody else has a unit
   std::atomic<bool> failed_{false};
   std::mutex failure_mutex_;
+
+  // Of callers one at a time helps, with the first scratch; the others only wait.
+  alignas(64) std::atomic<bool> helping_{false};
 
   // The poller role: one worker at a time looks at requests, so that a request's cache line has one reader. It gives
   // the role up when there is work, and soon when somebody wants to change what is polled.

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 10
+#define GR_ABI_VERSION 11
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -84,6 +84,24 @@ typedef struct {
   int32_t dtype;      /* gr_dtype */
 } gr_linear;
 
+/* out[h] = softmax(scale * q[h] . k) v of one new token over all positions of a KV cache; sums in fp32. A query head
+ * belongs to key head h / (heads / key_heads). Distances are in elements. Everything pointed to must stay alive and
+ * unchanged until gr_wait has seen its end. */
+typedef struct {
+  const void *q;        /* [heads, width] of dtype, contiguous */
+  const void *k;        /* [key_heads, length, width], a position's row contiguous */
+  const void *v;        /* [key_heads, length, value_width], the same */
+  void *out;            /* [heads, value_width], overwritten */
+  int64_t length;       /* at least 1 */
+  int64_t k_head, k_position, v_head, v_position;
+  int32_t heads;        /* at most 32 a key head */
+  int32_t key_heads;
+  int32_t width;
+  int32_t value_width;  /* a multiple of 16, at most 512 */
+  int32_t dtype;        /* GR_BF16 or GR_F32 */
+  float scale;
+} gr_attention;
+
 typedef struct gr_engine gr_engine;
 
 /* A job that a device posts by itself. The device writes hidden, ids, weights and divided, then stores the number of rows
@@ -107,9 +125,20 @@ uint32_t gr_isa_supported(void);
 int32_t gr_abi_version(void);
 
 /* threads >= 1; cores: one core number a thread, or null to leave the threads unpinned. batch_invariant: 1 if a token's
- * result must not depend, by a single bit, on which other tokens are in the job. */
+ * result must not depend, by a single bit, on which other tokens are in the job. callers_help: 1 if whoever is in gr_wait
+ * works as one of the threads, the one of the first core; with one thread nobody does. */
 int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, int32_t batch_invariant,
-                         gr_engine **engine);
+                         int32_t callers_help, gr_engine **engine);
+
+/* What a model does with a token between its products, computed by the calling thread; see kernel.h. isa: as
+ * gr_engine_isa returns it. dtype: GR_BF16 or GR_F32. Nothing is checked. */
+void gr_norm(int32_t isa, int32_t dtype, const void *x, const void *weight, void *y, int64_t rows, int32_t width,
+             float epsilon);
+void gr_turn(int32_t isa, int32_t dtype, const void *x, const void *cosines, const void *sines, void *y, int32_t heads,
+             int32_t width);
+/* At most 1024 experts and 32 choices. */
+void gr_choose(int32_t isa, int32_t dtype, const void *logits, int32_t experts, int32_t top_k, int32_t normalise,
+               float *weights, int64_t *ids);
 
 /* Disarms all mailboxes, waits for jobs, then ends the threads. Its mailboxes may be destroyed later. */
 void gr_engine_destroy(gr_engine *engine);
@@ -122,6 +151,9 @@ int32_t gr_submit(gr_engine *engine, const gr_job *job, uint64_t *ticket);
 
 /* The same for *linear. */
 int32_t gr_linear_submit(gr_engine *engine, const gr_linear *linear, uint64_t *ticket);
+
+/* The same for *attention. */
+int32_t gr_attention_submit(gr_engine *engine, const gr_attention *attention, uint64_t *ticket);
 
 /* Blocks until the job is done and returns its status. Each ticket is waited for until that, exactly once. *late: 1,
  * and the status 0, if for limit_ms none of the engine's work has ended; the job may be waited for again. */

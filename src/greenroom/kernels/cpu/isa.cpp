@@ -99,6 +99,19 @@ const Kernel &choose_kernel(const KernelChoice &choice, int32_t dtype, int32_t t
   return portable_kernels[steady][dtype];
 }
 
+const RowKernel *choose_row_kernel(gr_isa isa, int32_t dtype) {
+  const RowKernel *kernels = portable_rows;
+#if GREENROOM_X86
+  if (isa >= GR_ISA_AVX512_BF16)
+    kernels = avx512_rows;
+  else if (isa == GR_ISA_AVX2)
+    kernels = avx2_rows;
+#else
+  (void)isa;
+#endif
+  return kernels[dtype].norm ? &kernels[dtype] : nullptr;
+}
+
 const Kernel &choose_linear_kernel(gr_isa isa, int32_t dtype) {
   return choose_kernel(KernelChoice{std::min(isa, GR_ISA_AVX512_BF16), true}, dtype, 1);
 }

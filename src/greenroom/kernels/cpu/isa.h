@@ -25,5 +25,8 @@ const Kernel &choose_kernel(const KernelChoice &choice, int32_t dtype, int32_t t
 // For products of a few rows with a dense matrix: always batch-invariant, and without AMX.
 const Kernel &choose_linear_kernel(gr_isa isa, int32_t dtype);
 
+// Null if there is none for the dtype.
+const RowKernel *choose_row_kernel(gr_isa isa, int32_t dtype);
+
 }  // namespace greenroom
 #endif

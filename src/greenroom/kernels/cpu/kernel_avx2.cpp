@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "dot_kernel.h"
+#include "row_kernel.h"
 
 namespace greenroom {
 namespace {
@@ -52,5 +53,7 @@ const Kernel avx2_kernels[2][3] = {
         dot_kernel<Avx2, float, float, true>(),
     },
 };
+
+const RowKernel avx2_rows[3] = {row_kernel<Avx2, Bf16>(), {}, row_kernel<Avx2, float>()};
 
 }  // namespace greenroom

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "dot_kernel.h"
+#include "row_kernel.h"
 
 namespace greenroom {
 namespace {
@@ -69,5 +70,7 @@ const Kernel avx512_kernels[2][3] = {
         dot_kernel<Avx512, float, float, true>(),
     },
 };
+
+const RowKernel avx512_rows[3] = {row_kernel<Avx512Bf16, Bf16>(), {}, row_kernel<Avx512, float>()};
 
 }  // namespace greenroom

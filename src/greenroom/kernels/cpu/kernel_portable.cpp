@@ -1,6 +1,7 @@
 // Plain C++, for processors without AVX2 and for other architectures.
 #define GR_LANES 4
 #include "dot_kernel.h"
+#include "row_kernel.h"
 
 namespace greenroom {
 namespace {
@@ -54,5 +55,7 @@ const Kernel portable_kernels[2][3] = {
         dot_kernel<Plain, float, float, true>(),
     },
 };
+
+const RowKernel portable_rows[3] = {row_kernel<Plain, Bf16>(), {}, row_kernel<Plain, float>()};
 
 }  // namespace greenroom

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 _PATH = Path(__file__).with_name("libgreenroom_cpu.so")
 
 
@@ -65,6 +65,28 @@ class NativeLinear(ctypes.Structure):
     ]
 
 
+class NativeAttention(ctypes.Structure):
+    """``gr_attention``: one new token over a KV cache. The native side copies the structure."""
+
+    _fields_ = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("length", c_int64),
+        ("k_head", c_int64),
+        ("k_position", c_int64),
+        ("v_head", c_int64),
+        ("v_position", c_int64),
+        ("heads", c_int32),
+        ("key_heads", c_int32),
+        ("width", c_int32),
+        ("value_width", c_int32),
+        ("dtype", c_int32),
+        ("scale", c_float),
+    ]
+
+
 class NativeMailbox(ctypes.Structure):
     """``gr_mailbox``: a job that a device posts by itself, and the words through which it does."""
 
@@ -96,7 +118,7 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
         raise EngineError(f"{path} has interface version {version}, not {ABI_VERSION}; reinstall greenroom")
     library.gr_isa_supported.argtypes = []
     library.gr_isa_supported.restype = c_uint32
-    library.gr_engine_create.argtypes = [c_int32, POINTER(c_int32), c_int32, c_int32, POINTER(c_void_p)]
+    library.gr_engine_create.argtypes = [c_int32, POINTER(c_int32), c_int32, c_int32, c_int32, POINTER(c_void_p)]
     library.gr_engine_create.restype = c_int32
     library.gr_engine_destroy.argtypes = [c_void_p]
     library.gr_engine_destroy.restype = None
@@ -106,6 +128,9 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
     library.gr_submit.restype = c_int32
     library.gr_linear_submit.argtypes = [c_void_p, POINTER(NativeLinear), POINTER(c_uint64)]
     library.gr_linear_submit.restype = c_int32
+    library.gr_attention_submit.argtypes = [c_void_p, POINTER(NativeAttention), POINTER(c_uint64)]
+    library.gr_attention_submit.restype = c_int32
+    _declare_rows(library)
     library.gr_wait.argtypes = [c_void_p, c_uint64, c_int64, POINTER(c_int32)]
     library.gr_wait.restype = c_int32
     library.gr_engine_throttle.argtypes = [c_void_p, c_double]
@@ -127,6 +152,15 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
     library.gr_last_error.argtypes = []
     library.gr_last_error.restype = c_char_p
     return library
+
+
+def _declare_rows(library: ctypes.CDLL) -> None:
+    kind = [c_int32, c_int32]
+    library.gr_norm.argtypes = [*kind, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float]
+    library.gr_turn.argtypes = [*kind, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32]
+    library.gr_choose.argtypes = [*kind, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p]
+    for function in (library.gr_norm, library.gr_turn, library.gr_choose):
+        function.restype = None
 
 
 def last_error(library: ctypes.CDLL) -> str:

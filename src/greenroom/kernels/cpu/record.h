@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "attention.h"
 #include "greenroom_cpu.h"
 #include "linear.h"
 #include "parking.h"
@@ -24,12 +25,14 @@ struct Record {
     error.reserve(256);  // a sentence about a lack of memory must not need any
   }
   explicit Record(Linear &&from) : linear(std::move(from)) {}
+  explicit Record(const Attention &from) : attention(from) {}
   Record(const Record &) = delete;
   Record &operator=(const Record &) = delete;
 
   gr_job job{};
   gr_format format{};
   std::optional<Linear> linear;   // instead of a job, which is all zeros then
+  std::optional<Attention> attention;  // the same
   std::string error;              // written by workers under the engine's failure mutex, read once the job has ended
   std::chrono::steady_clock::time_point began;  // when its turn came
   std::atomic<bool> done{false};  // set by the worker that ends the job, for wait()

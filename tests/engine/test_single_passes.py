@@ -1,5 +1,6 @@
-"""Decode of one sequence on a CPU: whose rows the CPU engine multiplies, and how well."""
+"""Decode of one sequence on a CPU: what the CPU engine does of it, and how well."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,20 +9,22 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from greenroom.engine import single_rows
+from greenroom.engine.attach import RoutedExperts
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.offload import offload_of
 from greenroom.engine.runners import make_runner
+from greenroom.engine.single import attention, linears, parts
 from greenroom.errors import EngineError
 from greenroom.experts.cpu import CpuExperts
 from tests.engine.offloaded import offloaded, random_ids, saved_family
+from tests.reference.families import FAMILIES
 
 BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
 def small_weights_count(monkeypatch):
-    monkeypatch.setattr(single_rows, "LEAST_BYTES", 1)
+    monkeypatch.setattr(linears, "LEAST_BYTES", 1)
 
 
 @contextmanager
@@ -37,6 +40,27 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
     with monkeypatch.context() as patch:
         patch.setattr(CpuExperts, "linear", noted)
         yield shapes
+
+
+@contextmanager
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often inside the block the engine or its library did what a model does between its products."""
+    count: Counter[str] = Counter()
+
+    def counting(owner: object, name: str) -> None:
+        function = getattr(owner, name)
+
+        def noted(*args):
+            count[name] += 1
+            return function(*args)
+
+        patch.setattr(owner, name, noted)
+
+    with monkeypatch.context() as patch:
+        for name in ("norm", "turn", "choose"):
+            counting(parts, name)
+        counting(CpuExperts, "attend")
+        yield count
 
 
 @contextmanager
@@ -65,8 +89,10 @@ def test_a_token_alone_goes_through_the_engine_and_nothing_else_does(family, mon
         with counted(monkeypatch) as shapes, rows_of_dense_layers(model) as rows:
             model(input_ids=random_ids(1, 1), past_key_values=cache)
         assert all(shape.numel() == shape[-1] for shape in shapes)
-        # A family that caches latents multiplies all of them.
-        assert len(shapes) == rows.count(1) > 4
+        # A family that caches latents multiplies all of them. A softmax router is no plain dense layer, and goes too.
+        experts = sum(isinstance(module, RoutedExperts) for module in model.modules())
+        routers = experts if family in ("qwen3_moe", "qwen2_moe") else 0
+        assert len(shapes) == rows.count(1) + routers > 4
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -102,7 +128,7 @@ def test_a_runner_of_packed_sequences_leaves_rows_to_torch(monkeypatch):
 
 
 @torch.no_grad()
-def test_float32_stays_with_torch(monkeypatch):
+def test_products_in_float32_stay_with_torch(monkeypatch):
     with (
         saved_family("qwen3_moe") as (_, folder),
         offloaded(folder, device="cpu") as model,
@@ -110,6 +136,72 @@ def test_float32_stays_with_torch(monkeypatch):
     ):
         model(input_ids=random_ids(1, 1))
     assert shapes == []
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@torch.no_grad()
+def test_what_lies_between_products(dtype, monkeypatch):
+    """In a pass with one token of one sequence, and in no other."""
+    with saved_family("qwen3_moe", dtype) as (_, folder), offloaded(folder, device="cpu") as model:
+        layers, cache = model.config.num_hidden_layers, DynamicCache(config=model.config)
+        with calls(monkeypatch) as count:
+            model(input_ids=random_ids(1, 7), past_key_values=cache)
+            model(input_ids=random_ids(2, 1))
+            with torch.enable_grad():
+                model(input_ids=random_ids(1, 1))
+        assert count == {}
+        with calls(monkeypatch) as count:
+            model(input_ids=random_ids(1, 1), past_key_values=cache)
+        assert count == {"norm": 4 * layers + 1, "turn": 2 * layers, "choose": layers, "attend": layers}
+        assert model.config._attn_implementation == attention.ATTENTION
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_in_float32_are_stocks(family):
+    """Token by token behind a prompt; what an architecture does otherwise stays its own."""
+    with saved_family(family) as (stock, folder), offloaded(folder, device="cpu") as model:
+        ids, rows = random_ids(1, 40), []
+        for of in (stock, model):
+            cache = DynamicCache(config=of.config)
+            of(input_ids=ids[:, :9], past_key_values=cache)
+            rows.append([of(input_ids=ids[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(9, 40)])
+    torch.testing.assert_close(torch.stack(rows[1]), torch.stack(rows[0]), rtol=1e-3, atol=5e-5)
+
+
+@torch.no_grad()
+def test_a_mask_is_for_torch(monkeypatch):
+    """Padding in front of a prompt."""
+    with saved_family("qwen3_moe") as (stock, folder), offloaded(folder, device="cpu") as model:
+        ids, mask, results = random_ids(1, 12), torch.tensor([[0] * 3 + [1] * 9]), []
+        with calls(monkeypatch) as count:
+            for of in (stock, model):
+                cache = DynamicCache(config=of.config)
+                of(input_ids=ids[:, :11], attention_mask=mask[:, :11], past_key_values=cache)
+                results.append(of(input_ids=ids[:, 11:], attention_mask=mask, past_key_values=cache).logits)
+        assert count["norm"] > 0
+        assert count["attend"] == 0
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_torch_has_its_threads_back():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with saved_family("qwen3_moe") as (_, folder), offloaded(folder, device="cpu") as model:
+            seen = []
+            hook = model.lm_head.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+            model(input_ids=random_ids(1, 1))
+            model(input_ids=random_ids(1, 2))
+            hook.remove()
+            assert seen == [1, 2]
+            with pytest.raises(IndexError):
+                model(input_ids=torch.full((1, 1), 10**6))
+            assert torch.get_num_threads() == 2
+            assert model(input_ids=random_ids(1, 1)).logits.isfinite().all()
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.no_grad()

@@ -1,0 +1,77 @@
+"""What a model does with a token between its products, by the native library in the calling thread."""
+
+import torch
+
+from greenroom.experts.native import DTYPES, Isa
+from greenroom.kernels.cpu.library import load_library
+
+ROW_DTYPES = (torch.bfloat16, torch.float32)
+"""That these functions take. All tensors of a call have one of them, lie on the CPU and are contiguous."""
+
+
+def norm(isa: Isa, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """``weight * (x / sqrt(mean(x^2) + epsilon))`` over the last dimension, the quotient rounded to x's dtype.
+
+    Args:
+        isa: one that this processor runs, not ``AUTO``.
+        x: [..., W].
+        weight: [W].
+
+    Returns:
+        As x.
+    """
+    out, width = torch.empty_like(x), weight.shape[0]
+    load_library().gr_norm(
+        isa, DTYPES[x.dtype], x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, epsilon
+    )
+    return out
+
+
+def turn(isa: Isa, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of one token: ``x * cos + y * sin``, where y is x with its halves swapped and the first negated.
+    In BF16 each step is rounded, as a model's own are.
+
+    Args:
+        x: [..., D], heads of one token.
+        cos, sin: of D numbers.
+
+    Returns:
+        As x.
+    """
+    out, width = torch.empty_like(x), x.shape[-1]
+    load_library().gr_turn(
+        isa,
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        out.data_ptr(),
+        x.numel() // width,
+        width,
+    )
+    return out
+
+
+def choose(isa: Isa, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top_k`` likeliest experts of one token, the likeliest first; of equally likely ones the first.
+
+    Args:
+        logits: [1, E], at most 1,024.
+        top_k: at most 32.
+        normalise: weights are divided by their sum.
+
+    Returns:
+        float32 [1, top_k], their shares of softmax(logits); int64 [1, top_k], their ids.
+    """
+    weights, ids = torch.empty(1, top_k), torch.empty(1, top_k, dtype=torch.int64)
+    load_library().gr_choose(
+        isa,
+        DTYPES[logits.dtype],
+        logits.data_ptr(),
+        logits.shape[-1],
+        top_k,
+        normalise,
+        weights.data_ptr(),
+        ids.data_ptr(),
+    )
+    return weights, ids
