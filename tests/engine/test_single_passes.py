@@ -13,7 +13,7 @@ from greenroom.engine.attach import RoutedExperts
 from greenroom.engine.batch import SequenceChunk
 from greenroom.engine.offload import offload_of
 from greenroom.engine.runners import make_runner
-from greenroom.engine.single import attention, linears, parts
+from greenroom.engine.single import linears, parts
 from greenroom.errors import EngineError
 from greenroom.experts.cpu import CpuExperts
 from tests.engine.offloaded import offloaded, random_ids, saved_family
@@ -153,7 +153,7 @@ def test_what_lies_between_products(dtype, monkeypatch):
         with calls(monkeypatch) as count:
             model(input_ids=random_ids(1, 1), past_key_values=cache)
         assert count == {"norm": 4 * layers + 1, "turn": 2 * layers, "choose": layers, "attend": layers}
-        assert model.config._attn_implementation == attention.ATTENTION
+        assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

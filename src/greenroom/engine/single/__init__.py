@@ -8,7 +8,7 @@ the model.
 from transformers import PreTrainedModel
 
 from greenroom.engine.cache_argument import why_no_plain_cache
-from greenroom.engine.single.attention import take_attention
+from greenroom.engine.single.attention import SingleAttention
 from greenroom.engine.single.linears import take_linears
 from greenroom.engine.single.parts import take_norms, take_rope, take_routers
 from greenroom.engine.single.passes import SinglePass
@@ -21,11 +21,10 @@ def take_single_passes(model: PreTrainedModel, engine: CpuExperts) -> None:
     Not in passes over packed sequences, also of a single one: there a text must not depend, by a single bit, on what is
     served beside it. One thread at a time, the one that runs the model.
     """
-    single = SinglePass(model)
+    # Models with other caches ask for sdpa by its name in places.
+    attention = SingleAttention(model, engine) if why_no_plain_cache(model) is None else None
+    single = SinglePass(model, attention)
     take_linears(model, engine, single)
     take_norms(model, engine.isa, single)
     take_rope(model, engine.isa, single)
     take_routers(model, engine, single)
-    # Models with other caches ask for sdpa by its name in places.
-    if why_no_plain_cache(model) is None:
-        take_attention(model, engine, single)

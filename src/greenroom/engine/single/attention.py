@@ -1,5 +1,7 @@
 """Attention of a single token over a plain KV cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,33 +10,39 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from greenroom.engine.single.passes import SinglePass
 from greenroom.experts.attention import can_attend
 from greenroom.experts.cpu import CpuExperts
 
 ATTENTION = "greenroom-cpu"
 """Name of the attention function in transformers' registry."""
 
-_HELPER = "_greenroom_single"
+_ENGINE = "_greenroom_engine"
 """What attention modules know the engine by: the registry's functions belong to no model."""
 
 
-class _Helper:
-    def __init__(self, engine: CpuExperts, single: SinglePass) -> None:
-        self.engine, self.single = engine, single
+class SingleAttention:
+    """Lets a model attend through ``attention_forward`` in passes that ask for it."""
 
+    def __init__(self, model: PreTrainedModel, engine: CpuExperts) -> None:
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, _ENGINE, engine)
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self._configs = list(configs.values())
+        AttentionInterface.register(ATTENTION, attention_forward)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
-def take_attention(model: PreTrainedModel, engine: CpuExperts, single: SinglePass) -> None:
-    """Lets ``model`` attend through ``attention_forward``, if it used sdpa."""
-    if model.config._attn_implementation != "sdpa":
-        return
-    helper = _Helper(engine, single)
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            setattr(module, _HELPER, helper)
-    AttentionInterface.register(ATTENTION, attention_forward)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    model.set_attn_implementation(ATTENTION)
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, unless the model attends by something else than sdpa. Its configuration is as before behind it."""
+        before = [config for config in self._configs if config._attn_implementation == "sdpa"]
+        for config in before:
+            config._attn_implementation = ATTENTION
+        try:
+            yield
+        finally:
+            for config in before:
+                config._attn_implementation = "sdpa"
 
 
 def attention_forward(
@@ -55,28 +63,14 @@ def attention_forward(
     Returns:
         [B, T, Hq, D], None.
     """
-    helper = getattr(module, _HELPER, None)
+    engine = getattr(module, _ENGINE, None)
     special = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
-    if helper is None or not helper.single.active or special or attention_mask is not None:
-        return _by_sdpa(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-    if not query.shape[0] == query.shape[2] == 1 or not can_attend(query[0], key[0], value[0]):
-        return _by_sdpa(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    usual = attention_mask is None and not special and query.shape[0] == query.shape[2] == 1
+    if engine is None or not usual or not can_attend(query[0], key[0], value[0]):
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return result
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = helper.engine.attend(query[0, :, 0].contiguous(), key[0], value[0], scale)
+    out = engine.attend(query[0, :, 0].contiguous(), key[0], value[0], scale)
     return out.view(1, 1, *out.shape), None
-
-
-def _by_sdpa(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-    return result

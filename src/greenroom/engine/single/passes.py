@@ -1,11 +1,14 @@
 """SinglePass: whether the pass that is under way has one token of one sequence."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from greenroom.engine.single.attention import SingleAttention
 
 
 class SinglePass:
@@ -18,8 +21,10 @@ class SinglePass:
         active: such a pass is under way. Never while torch compiles.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, attention: SingleAttention | None) -> None:
+        """attention: for such passes; None leaves it to the model."""
         self.active = False
+        self._attention = attention
         model.forward = self._around(model.forward)
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +36,8 @@ class SinglePass:
             torch.set_num_threads(1)
             self.active = True
             try:
-                return forward(*args, **kwargs)
+                with self._attention.used() if self._attention is not None else nullcontext():
+                    return forward(*args, **kwargs)
             finally:
                 self.active = False
                 torch.set_num_threads(threads)
