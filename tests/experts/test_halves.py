@@ -201,6 +201,7 @@ def test_the_time_of_a_shared_lane_is_counted_once(intervals):
 def test_halves_that_share_the_link_do_not_make_it_slow():
     """Each half reads four experts while the other does: eight in the time that eight take alone."""
     from greenroom.experts.decode_steps import FinishedStep
+    from greenroom.experts.idle_gap import IdleGap
 
     lanes = np.zeros((2, 1, 5), dtype=np.int32)
     lanes[:, :, 1] = 4
@@ -209,6 +210,6 @@ def test_halves_that_share_the_link_do_not_make_it_slow():
     nothing = np.zeros((1, 2, 3))
     fields = {"ids": nothing, "weights": nothing, "lanes": lanes, "busy_ns": np.zeros((2, 1)), "spans": spans}
     extra = {name: None for name in FinishedStep.__dataclass_fields__ if name not in fields}
-    times = FinishedStep(**fields, **extra).times(np.array([64]), timed=True)
+    times = FinishedStep(**fields, **extra).times(np.array([64]), timed=True, gap=IdleGap())
     assert times.streamed == 8
     assert times.streamed_s == pytest.approx(810e-6)

@@ -34,6 +34,7 @@ import numpy as np
 from greenroom.errors import EngineError
 from greenroom.experts.decode_path import DecodePath
 from greenroom.experts.finished_step import FinishedStep
+from greenroom.experts.idle_gap import IdleGap
 from greenroom.experts.landing import Offers
 from greenroom.experts.mailbox import Mailboxes
 from greenroom.experts.manager import OffloadManager, StepRecord
@@ -72,6 +73,7 @@ class DecodeSteps:
         """``link_bytes``: that cross PCIe besides, while a layer's experts do; the mean of all layers."""
         self.path = path
         self.split = _first_split(manager, link_bytes)
+        self._gap = IdleGap()
         self._manager = manager
         self._second: DecodePath | None = None
         self._inter = np.array([fmt.inter for fmt in manager.store.formats])
@@ -202,7 +204,7 @@ class DecodeSteps:
         self._manager.learn(
             StepRecord(finished.ids, finished.weights, finished.lanes[..., :3].sum(axis=0), finished.landing)
         )
-        self.split.observe(finished.times(self._inter, self.path.timed))
+        self.split.observe(finished.times(self._inter, self.path.timed, self._gap))
         # Most likely the next step is like this one.
         self.path.prepare_step(self.split.stream_parts(), self._manager.next_offers)
 

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from greenroom.experts.idle_gap import IdleGap
 from greenroom.experts.split import AskedLayers, LaneTimes
 from greenroom.experts.step_part import StepPart
-
-_WAITED_NS = 10_000
-"""The device's clock between the GPU's experts and combine's end, if it did not wait for the CPU: less than this."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,12 @@ class FinishedStep:
             landing,
         )
 
-    def times(self, inter: np.ndarray, timed: bool) -> LaneTimes:
+    def times(self, inter: np.ndarray, timed: bool, gap: IdleGap) -> LaneTimes:
         """
         Args:
             inter: int [layers], inner width of the experts.
             timed: whether the device has a clock; without one nothing is known about its lane.
+            gap: of this model's steps, which learns.
         """
         divided = self.lanes[..., 4] / inter
         crossing = self.lanes[..., 1] + divided
@@ -59,10 +58,10 @@ class FinishedStep:
             cpu=float((self.lanes[..., 2] - divided).sum()),
             cpu_s=float(self.busy_ns[on_cpu].sum()) / 1e9,
             streaming_layers=int(streamed.any(axis=0).sum()),
-            asked=self._asked(on_cpu[0], crossing[0], divided[0]) if timed and len(self.lanes) == 1 else None,
+            asked=self._asked(on_cpu[0], crossing[0], divided[0], gap) if timed and len(self.lanes) == 1 else None,
         )
 
-    def _asked(self, on_cpu: np.ndarray, crossing: np.ndarray, divided: np.ndarray) -> AskedLayers:
+    def _asked(self, on_cpu: np.ndarray, crossing: np.ndarray, divided: np.ndarray, gap: IdleGap) -> AskedLayers:
         """Of a step in one piece: in halves one's answer also waits for the other's job.
 
         Args:
@@ -70,7 +69,7 @@ class FinishedStep:
         """
         posted, crossed, combined = (self.spans[0, on_cpu, moment] for moment in range(3))
         # An older time means that nothing crossed.
-        waited = combined - np.maximum(posted, crossed) > _WAITED_NS
+        waited = gap.waited(self.ids.shape[1], combined - np.maximum(posted, crossed), crossing[on_cpu] > 0)
         work = self.busy_ns[0, on_cpu]
         delays = np.where(waited, np.maximum(combined - posted - work, 0), 0)
         return AskedLayers(
