@@ -7,24 +7,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from greenroom.engine.attach import RoutedExperts
-from greenroom.engine.batch import SequenceChunk
+from greenroom.engine.batch import BatchRunner, SequenceChunk
 from greenroom.engine.offload import offload_of
 from greenroom.engine.runners import make_runner
-from greenroom.engine.single import linears, parts
+from greenroom.engine.single import parts
 from greenroom.errors import EngineError
 from greenroom.experts.cpu import CpuExperts
 from tests.engine.offloaded import offloaded, random_ids, saved_family
 from tests.reference.families import FAMILIES
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def small_weights_count(monkeypatch):
-    monkeypatch.setattr(linears, "LEAST_BYTES", 1)
 
 
 @contextmanager
@@ -114,17 +109,51 @@ def test_logits_are_as_near_to_float32_as_torchs(family, monkeypatch):
         assert errors["engine"] <= 1.2 * errors["torch"]
 
 
-def test_a_runner_of_packed_sequences_leaves_rows_to_torch(monkeypatch):
-    """Also a single one: its text must not depend on whether others are there."""
+@contextmanager
+def packing_runner(model: PreTrainedModel) -> Iterator[BatchRunner]:
+    runner = make_runner(model, max_tokens=32, max_context=32, num_blocks=8, block_size=16, max_sequences=4)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def test_of_packed_sequences_the_engine_takes_single_tokens_and_the_head(monkeypatch):
     with saved_family("qwen3_moe", BF16) as (_, folder), offloaded(folder, device="cpu") as model:
-        runner = make_runner(model, max_tokens=32, max_context=32, num_blocks=4, block_size=16, max_sequences=2)
-        try:
-            with counted(monkeypatch) as shapes:
-                runner.run([SequenceChunk([5, 6, 7], 0, (0, 1))])
-                runner.run([SequenceChunk([8], 3, (0, 1))])
-            assert shapes == []
-        finally:
-            runner.close()
+        layers = model.config.num_hidden_layers
+        with packing_runner(model) as runner:
+            with counted(monkeypatch) as shapes, calls(monkeypatch) as count:
+                runner.run([SequenceChunk([5, 6, 7], 0, (0,)), SequenceChunk([9, 4], 0, (1,))])
+            assert [shape[:-1].numel() for shape in shapes] == [2], "the head's"
+            assert count == {"norm": 4 * layers + 1, "turn": 2 * layers, "choose": layers}
+            with counted(monkeypatch) as shapes, calls(monkeypatch) as count:
+                runner.run(
+                    [SequenceChunk([8], 3, (0,)), SequenceChunk([3, 2, 1], 0, (2,)), SequenceChunk([7], 2, (1,))]
+                )
+            assert [shape[:-1].numel() for shape in shapes] == [2] * (5 * layers) + [3]
+            assert count["attend"] == 2 * layers
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "gemma4", "deepseek_v3"])
+def test_a_packed_token_is_the_same_to_the_bit_whatever_is_beside_it(family):
+    """Alone, beside other single tokens, beside a prompt."""
+    prompt, other = [5, 6, 7, 11, 2], [9, 4, 1]
+    with (
+        saved_family(family, BF16) as (_, folder),
+        offloaded(folder, device="cpu") as model,
+        packing_runner(model) as runner,
+    ):
+        runner.run([SequenceChunk(prompt, 0, (0,))])
+        runner.run([SequenceChunk(other, 0, (1,))])
+        token, single = SequenceChunk([8], 5, (0,)), SequenceChunk([3], 3, (1,))
+        longer = SequenceChunk([2, 4, 6, 8, 10, 12], 0, (2,))
+        alone = runner.run([token])[0].clone()
+        beside = [
+            runner.run([single, token])[1].clone(),
+            runner.run([token, longer])[0].clone(),
+            runner.run([longer, single, token])[2].clone(),
+        ]
+    assert all(torch.equal(logits, alone) for logits in beside)
 
 
 @torch.no_grad()

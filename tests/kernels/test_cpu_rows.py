@@ -1,4 +1,4 @@
-"""What a model does with one token between its products, by the CPU library: against formulas, torch and float64."""
+"""What a model does with tokens between its products, by the CPU library: against formulas, torch and float64."""
 
 import ctypes
 import math
@@ -45,10 +45,10 @@ def test_norms_equal_the_models(isa: Isa, dtype: torch.dtype, width: int) -> Non
 
 @isas
 @dtypes
-@pytest.mark.parametrize(("heads", "width"), [(1, 2), (4, 12), (32, 128), (3, 64)])
-def test_rotation_equals_the_models(isa: Isa, dtype: torch.dtype, heads: int, width: int) -> None:
-    query = guarded(torch.randn(1, heads, 1, width).to(dtype))
-    cos, sin = (guarded(torch.randn(1, 1, width).to(dtype)) for _ in range(2))
+@pytest.mark.parametrize(("heads", "tokens", "width"), [(1, 1, 2), (4, 1, 12), (32, 3, 128), (3, 7, 64)])
+def test_rotation_equals_the_models(isa: Isa, dtype: torch.dtype, heads: int, tokens: int, width: int) -> None:
+    query = guarded(torch.randn(1, heads, tokens, width).to(dtype))
+    cos, sin = (guarded(torch.randn(1, tokens, width).to(dtype)) for _ in range(2))
     expected, _ = qwen3_moe.apply_rotary_pos_emb(query, query, cos, sin)
     result = turn(isa, query, cos, sin)
     if dtype is torch.bfloat16:
@@ -64,12 +64,12 @@ def test_rotation_equals_the_models(isa: Isa, dtype: torch.dtype, heads: int, wi
 def test_the_choice_equals_float64(isa: Isa, dtype: torch.dtype, experts: int, top_k: int, normalise: bool) -> None:
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
-        logits = guarded((torch.randn(1, experts, generator=generator) * 3).to(dtype))
+        logits = guarded((torch.randn(1 + seed, experts, generator=generator) * 3).to(dtype))
         weights, ids = choose(isa, logits, top_k, normalise)
         shares = logits.double().softmax(-1)
         expected = shares.topk(top_k).values
         torch.testing.assert_close(shares.gather(1, ids), expected, rtol=1e-12, atol=0)
-        assert len(set(ids[0].tolist())) == top_k
+        assert all(len(set(row)) == top_k for row in ids.tolist())
         if normalise:
             expected = expected / expected.sum(-1, keepdim=True)
         torch.testing.assert_close(weights.double(), expected, rtol=2e-6, atol=1e-9)
@@ -97,6 +97,21 @@ class Attention:
         self.query = guarded(torch.randn(heads * group, width, generator=generator).to(dtype))
         self.key, self.value = cache(width), cache(value_width)
         self.scale = width**-0.5 * (1 + seed % 7)
+
+    def scattered(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor]:
+        """The same attention over rows of blocks that lie apart, with NaN in all others."""
+        heads, length, _ = self.key.shape
+        block = 1 + length % 17
+        blocks = -(-length // block)
+        order = torch.randperm(2 * blocks, generator=torch.Generator().manual_seed(length))[:blocks]
+        slots = (order[:, None] * block + torch.arange(block)).reshape(-1)[:length].contiguous()
+        memories = []
+        for rows in (self.key, self.value):
+            # As a paged cache has them: [slots, heads, width].
+            memory = torch.full((2 * blocks * block, heads, rows.shape[2]), math.nan, dtype=rows.dtype)
+            memory[slots] = rows.transpose(0, 1)
+            memories.append(memory.transpose(0, 1))
+        return self.query, *memories, self.scale, slots
 
     def check(self, out: torch.Tensor) -> None:
         group = len(self.query) // len(self.key)
@@ -138,6 +153,8 @@ def test_attention_equals_float64(
         attention.check(one)
         for threads in (2, 3):
             assert torch.equal(engines.get(threads, isa).attend(*args), one)
+            # The same rows, elsewhere and in runs of several lengths.
+            assert torch.equal(engines.get(threads, isa).attend(*attention.scattered()), one)
 
 
 @isas
@@ -168,6 +185,15 @@ def test_what_is_not_taken_is_refused(engines: Engines) -> None:
     ):
         with pytest.raises(ValueError, match="does not attend with"):
             engine.attend(**{**good, **wrong})
+    for slots, sentence in (
+        (torch.tensor([0, 5]), "from 0 to 4, not 0 to 5"),
+        (torch.tensor([-1, 3]), "not -1 to 3"),
+        (torch.tensor([0.0]), r"contiguous int64 \[S\], not torch.float32"),
+        (torch.zeros(0, dtype=torch.int64), r"not torch.int64 \(0,\)"),
+        (torch.zeros(6, dtype=torch.int64)[::2], "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            engine.attend(**good, slots=slots)
     assert can_attend(good["query"], good["key"], good["value"])
     torch.testing.assert_close(engine.attend(**good), torch.ones(4, 32))
     with CpuExperts(1) as other:

@@ -5,13 +5,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from greenroom.engine.known_parts import Apply, is_usual_turn, replace_rope
+from greenroom.engine.known_parts import Apply, is_usual_turn, rope_modules
 from greenroom.kernels.gpu.rope import rotate
 
 
 def fuse_rope(model: nn.Module) -> int:
     """Gives every attention module whose rotary embedding is the usual one the kernel; returns how many."""
-    return replace_rope(model, _fused)
+    fused = 0
+    for found in rope_modules(model):
+        found.module.forward = found.forward_with(_fused(found.own))
+        fused += 1
+    return fused
 
 
 def _fused(own: Apply) -> Apply:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -92,20 +93,35 @@ def _is_choice(result: Any, top_k: int) -> bool:
     )
 
 
-def replace_rope(model: nn.Module, fuse: Callable[[Apply], Apply]) -> int:
-    """Gives every attention module whose rotary embedding is the usual one another; returns how many.
+@dataclass(frozen=True)
+class RopeModule:
+    """A module, mostly attention, whose forward calls the usual rotary embedding.
 
-    The module's own forward is kept and runs with another meaning of the function's name, so that transformers'
-    modules and other models stay as they are.
-
-    Args:
-        fuse: makes the function to use from the module's own, which serves what it does not take.
+    own: the function that it calls.
     """
-    replaced = 0
-    for module, forward, own in _rope_modules(model):
-        module.forward = _with_function(forward, fuse(own)).__get__(module)
-        replaced += 1
-    return replaced
+
+    module: nn.Module
+    own: Apply
+    _forward: FunctionType
+
+    def forward_with(self, apply: Apply) -> Callable[..., Any]:
+        """The module's own forward, with another meaning of the function's name: transformers' modules and other models
+        stay as they are."""
+        bound: Callable[..., Any] = _with_function(self._forward, apply).__get__(self.module)
+        return bound
+
+
+def rope_modules(model: nn.Module) -> Iterator[RopeModule]:
+    """The modules of ``model`` whose rotary embedding is the usual one."""
+    for module in model.modules():
+        forward = type(module).forward
+        while hasattr(forward, "__wrapped__"):  # renames of arguments, which a model's own layers do not need
+            forward = forward.__wrapped__
+        if not isinstance(forward, FunctionType) or _ROPE not in forward.__code__.co_names:
+            continue
+        own = getattr(sys.modules[forward.__module__], _ROPE, None)
+        if own is not None and _is_usual(own):
+            yield RopeModule(module, own, forward)
 
 
 def is_usual_turn(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -116,19 +132,6 @@ def is_usual_turn(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin
     if not query.dtype == key.dtype == cos.dtype == sin.dtype or cos.shape[-1] != query.shape[-1]:
         return False
     return query.stride(-1) == key.stride(-1) == cos.stride(-1) == 1 and cos.stride() == sin.stride()
-
-
-def _rope_modules(model: nn.Module) -> Iterator[tuple[nn.Module, FunctionType, Apply]]:
-    """Modules, their forwards and the functions that those call."""
-    for module in model.modules():
-        forward = type(module).forward
-        while hasattr(forward, "__wrapped__"):  # renames of arguments, which a model's own layers do not need
-            forward = forward.__wrapped__
-        if not isinstance(forward, FunctionType) or _ROPE not in forward.__code__.co_names:
-            continue
-        own = getattr(sys.modules[forward.__module__], _ROPE, None)
-        if own is not None and _is_usual(own):
-            yield module, forward, own
 
 
 def _is_usual(own: Apply) -> bool:

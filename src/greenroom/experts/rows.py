@@ -1,4 +1,4 @@
-"""What a model does with a token between its products, by the native library in the calling thread."""
+"""What a model does with tokens between its products, by the native library in the calling thread."""
 
 import torch
 
@@ -28,17 +28,17 @@ def norm(isa: Isa, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tor
 
 
 def turn(isa: Isa, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of one token: ``x * cos + y * sin``, where y is x with its halves swapped and the first negated.
-    In BF16 each step is rounded, as a model's own are.
+    """Rotary embedding: ``x * cos + y * sin``, where y is x with its halves swapped and the first negated. In BF16 each
+    step is rounded, as a model's own are.
 
     Args:
-        x: [..., D], heads of one token.
-        cos, sin: of D numbers.
+        x: [..., T, D], heads of T tokens.
+        cos, sin: [..., T, D], the same for all heads.
 
     Returns:
         As x.
     """
-    out, width = torch.empty_like(x), x.shape[-1]
+    out, (tokens, width) = torch.empty_like(x), x.shape[-2:]
     load_library().gr_turn(
         isa,
         DTYPES[x.dtype],
@@ -46,29 +46,32 @@ def turn(isa: Isa, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
         cos.data_ptr(),
         sin.data_ptr(),
         out.data_ptr(),
-        x.numel() // width,
+        x.numel() // (tokens * width),
+        tokens,
         width,
     )
     return out
 
 
 def choose(isa: Isa, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``top_k`` likeliest experts of one token, the likeliest first; of equally likely ones the first.
+    """The ``top_k`` likeliest experts of each token, the likeliest first; of equally likely ones the first.
 
     Args:
-        logits: [1, E], at most 1,024.
+        logits: [T, E], at most 1,024.
         top_k: at most 32.
         normalise: weights are divided by their sum.
 
     Returns:
-        float32 [1, top_k], their shares of softmax(logits); int64 [1, top_k], their ids.
+        float32 [T, top_k], their shares of softmax(logits); int64 [T, top_k], their ids.
     """
-    weights, ids = torch.empty(1, top_k), torch.empty(1, top_k, dtype=torch.int64)
+    tokens, experts = logits.shape
+    weights, ids = torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=torch.int64)
     load_library().gr_choose(
         isa,
         DTYPES[logits.dtype],
         logits.data_ptr(),
-        logits.shape[-1],
+        tokens,
+        experts,
         top_k,
         normalise,
         weights.data_ptr(),

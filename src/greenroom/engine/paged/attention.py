@@ -14,6 +14,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from greenroom.engine.paged.cache import PagedBatch, PagedLayer
 from greenroom.engine.paged.packing import Span
+from greenroom.experts.attention import can_attend
+from greenroom.experts.cpu import CpuExperts
 
 PAGED = "greenroom_paged"
 """Name in transformers' registries."""
@@ -46,6 +48,7 @@ def paged_attention(
     _mask: torch.Tensor | None,
     *,
     paged: PagedBatch,
+    engine: CpuExperts | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
@@ -57,6 +60,7 @@ def paged_attention(
         query: [1, Hq, T, D], the batch's tokens.
         key, value: [1, Hk, S, D or Dv]: what ``PagedCache.update`` returned.
         paged: describes the batch.
+        engine: attends for single tokens on a CPU, if it takes their heads.
         sliding_window: only so many of the last tokens are seen, the token itself included.
         s_aux: [Hq], attention sinks: logits of a place that takes weight and adds nothing.
 
@@ -65,11 +69,12 @@ def paged_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not paged.spans:
-        return _attend_first(module, query, key, value, paged, scale, sliding_window, s_aux), None
+        return _attend_first(module, query, key, value, paged, engine, scale, sliding_window, s_aux), None
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     if paged.singles:
         singles = query[:, :, : paged.singles]
-        out[:, : paged.singles] = _attend_first(module, singles, key, value, paged, scale, sliding_window, s_aux)
+        first = _attend_first(module, singles, key, value, paged, engine, scale, sliding_window, s_aux)
+        out[:, : paged.singles] = first
     for span in paged.spans:
         queries = slice(span.query_start, span.query_start + span.query_num)
         with _without_cudnn():
@@ -84,6 +89,7 @@ def _attend_first(
     key: torch.Tensor,
     value: torch.Tensor,
     paged: PagedBatch,
+    engine: CpuExperts | None,
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
@@ -91,6 +97,11 @@ def _attend_first(
     """The batch's single tokens, from blocks or from what was gathered."""
     if paged.single_lengths is not None:
         return attend_each(query, key, value, paged.single_lengths, scale, window, sinks)
+    if paged.single_slots is not None:
+        assert isinstance(module.layer_idx, int)
+        cached = paged.cache.layers[module.layer_idx]
+        assert isinstance(cached, PagedLayer)
+        return attend_slots(query, cached, paged.single_slots, engine, scale, window, sinks)
     if paged.single_keys is not None:
         return attend_singles(query, key, value, paged.single_keys, paged.lengths, scale, window, sinks)
     assert isinstance(module.layer_idx, int)
@@ -159,6 +170,36 @@ def attend_each(
         seen = None if sinks is None else torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool)
         results.append(_attend(asked[row : row + 1], keys, values, seen, scale, sinks))
     return torch.cat(results).flatten(1, 2)[None]
+
+
+def attend_slots(
+    query: torch.Tensor,
+    layer: PagedLayer,
+    slots: list[torch.Tensor],
+    engine: CpuExperts | None,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``attend_each`` over keys and values where they lie, by the CPU engine if it takes them.
+
+    Args:
+        query: [1, Hq, n, D].
+        slots: int64 [length] of each of the n sequences.
+        engine: None, or sinks, leave all to torch.
+
+    Returns:
+        [1, n, Hq, Dv].
+    """
+    keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
+    if window is not None:
+        slots = [own[-window:] for own in slots]
+    if engine is None or sinks is not None or not can_attend(query[0], keys, values):
+        gathered = layer.read(torch.cat(slots))
+        return attend_each(query, *gathered, [len(own) for own in slots], scale, None, sinks)
+    rows = query[0].transpose(0, 1).contiguous()
+    results = [engine.attend(row, keys, values, scale, own) for row, own in zip(rows, slots, strict=True)]
+    return torch.stack(results)[None]
 
 
 def attend_singles(

@@ -158,6 +158,7 @@ class DecodeInputs:
             lengths=lengths,
             single_keys=None,
             single_lengths=None,
+            single_slots=None,
             gather=None,
             spans=(),
         )

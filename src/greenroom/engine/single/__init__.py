@@ -1,4 +1,4 @@
-"""Decode of one sequence on a CPU: what the CPU engine does of a pass with one token, instead of torch.
+"""Decode on a CPU: what the CPU engine does instead of torch of tokens that are their sequence's only new one.
 
 torch's operations each take longer to begin than a token's numbers to compute, and their threads and the engine's want
 the same cores. Weights are read by the engine's threads; what lies between products is computed by the thread that runs
@@ -11,20 +11,20 @@ from greenroom.engine.cache_argument import why_no_plain_cache
 from greenroom.engine.single.attention import SingleAttention
 from greenroom.engine.single.linears import take_linears
 from greenroom.engine.single.parts import take_norms, take_rope, take_routers
-from greenroom.engine.single.passes import SinglePass
+from greenroom.engine.single.passes import EnginePass
 from greenroom.experts.cpu import CpuExperts
 
 
 def take_single_passes(model: PreTrainedModel, engine: CpuExperts) -> None:
-    """Has ``engine`` do what it can of passes with one token of one sequence.
+    """Has ``engine`` do what it can of passes with one token of one sequence, and of packed sequences.
 
-    Not in passes over packed sequences, also of a single one: there a text must not depend, by a single bit, on what is
-    served beside it. One thread at a time, the one that runs the model.
+    In packed ones a text must not depend, by a single bit, on what is served beside it: whatever treats a token does so
+    by rows, and dense layers by what its own sequence brings. One thread at a time, the one that runs the model.
     """
     # Models with other caches ask for sdpa by its name in places.
     attention = SingleAttention(model, engine) if why_no_plain_cache(model) is None else None
-    single = SinglePass(model, attention)
-    take_linears(model, engine, single)
-    take_norms(model, engine.isa, single)
-    take_rope(model, engine.isa, single)
-    take_routers(model, engine, single)
+    passing = EnginePass(model, attention)
+    take_linears(model, engine, passing)
+    take_norms(model, engine.isa, passing)
+    take_rope(model, engine.isa, passing)
+    take_routers(model, engine, passing)

@@ -101,14 +101,14 @@ GR_EXPORT void gr_norm(int32_t isa, int32_t dtype, const void *x, const void *we
 }
 
 GR_EXPORT void gr_turn(int32_t isa, int32_t dtype, const void *x, const void *cosines, const void *sines, void *y,
-                       int32_t heads, int32_t width) {
-  greenroom::choose_row_kernel(static_cast<gr_isa>(isa), dtype)->turn(x, cosines, sines, y, heads, width);
+                       int64_t heads, int64_t tokens, int32_t width) {
+  greenroom::choose_row_kernel(static_cast<gr_isa>(isa), dtype)->turn(x, cosines, sines, y, heads, tokens, width);
 }
 
-GR_EXPORT void gr_choose(int32_t isa, int32_t dtype, const void *logits, int32_t experts, int32_t top_k,
-                         int32_t normalise, float *weights, int64_t *ids) {
+GR_EXPORT void gr_choose(int32_t isa, int32_t dtype, const void *logits, int64_t tokens, int32_t experts,
+                         int32_t top_k, int32_t normalise, float *weights, int64_t *ids) {
   greenroom::choose_row_kernel(static_cast<gr_isa>(isa), dtype)
-      ->choose(logits, experts, top_k, normalise != 0, weights, ids);
+      ->choose(logits, tokens, experts, top_k, normalise != 0, weights, ids);
 }
 
 GR_EXPORT int32_t gr_wait(gr_engine *engine, uint64_t ticket, int64_t limit_ms, int32_t *late) {

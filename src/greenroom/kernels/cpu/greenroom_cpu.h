@@ -91,6 +91,7 @@ typedef struct {
   const void *q;        /* [heads, width] of dtype, contiguous */
   const void *k;        /* [key_heads, length, width], a position's row contiguous */
   const void *v;        /* [key_heads, length, value_width], the same */
+  const int64_t *slots; /* [length], where each position's row is among those of k and v, or null: in their order */
   void *out;            /* [heads, value_width], overwritten */
   int64_t length;       /* at least 1 */
   int64_t k_head, k_position, v_head, v_position;
@@ -130,15 +131,15 @@ int32_t gr_abi_version(void);
 int32_t gr_engine_create(int32_t threads, const int32_t *cores, int32_t isa, int32_t batch_invariant,
                          int32_t callers_help, gr_engine **engine);
 
-/* What a model does with a token between its products, computed by the calling thread; see kernel.h. isa: as
+/* What a model does with tokens between its products, computed by the calling thread; see kernel.h. isa: as
  * gr_engine_isa returns it. dtype: GR_BF16 or GR_F32. Nothing is checked. */
 void gr_norm(int32_t isa, int32_t dtype, const void *x, const void *weight, void *y, int64_t rows, int32_t width,
              float epsilon);
-void gr_turn(int32_t isa, int32_t dtype, const void *x, const void *cosines, const void *sines, void *y, int32_t heads,
-             int32_t width);
+void gr_turn(int32_t isa, int32_t dtype, const void *x, const void *cosines, const void *sines, void *y, int64_t heads,
+             int64_t tokens, int32_t width);
 /* At most 1024 experts and 32 choices. */
-void gr_choose(int32_t isa, int32_t dtype, const void *logits, int32_t experts, int32_t top_k, int32_t normalise,
-               float *weights, int64_t *ids);
+void gr_choose(int32_t isa, int32_t dtype, const void *logits, int64_t tokens, int32_t experts, int32_t top_k,
+               int32_t normalise, float *weights, int64_t *ids);
 
 /* Disarms all mailboxes, waits for jobs, then ends the threads. Its mailboxes may be destroyed later. */
 void gr_engine_destroy(gr_engine *engine);

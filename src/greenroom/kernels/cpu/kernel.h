@@ -52,15 +52,18 @@ constexpr int32_t kMostExperts = 1024, kMostChoices = 32;       // of a router
 constexpr int32_t kMostGroup = 32, kMostValueWidth = 512;       // query heads of a key head; width of its values
 constexpr int32_t kValueStep = 16;                              // widths of values are multiples of it
 
-// What a model does with a token between its products; all of one dtype, contiguous unless said otherwise.
+// What a model does with tokens between its products; all of one dtype, contiguous unless said otherwise.
 struct RowKernel {
   // y = weight * (x / sqrt(mean(x^2) + epsilon)), the quotient rounded first. x, y: [rows, width]; weight: [width]
   void (*norm)(const void *x, const void *weight, void *y, int64_t rows, int32_t width, float epsilon);
-  // Rotary embedding of one token, halves of whole heads turned against each other. x, y: [heads, width], width even;
-  // cosines, sines: [width]
-  void (*turn)(const void *x, const void *cosines, const void *sines, void *y, int32_t heads, int32_t width);
-  // The top_k largest of softmax(logits), largest first and of equal ones the first, divided by their sum if normalise
-  void (*choose)(const void *logits, int32_t experts, int32_t top_k, bool normalise, float *weights, int64_t *ids);
+  // Rotary embedding, halves of whole heads turned against each other. x, y: [heads, tokens, width], width even;
+  // cosines, sines: [tokens, width]
+  void (*turn)(const void *x, const void *cosines, const void *sines, void *y, int64_t heads, int64_t tokens,
+               int32_t width);
+  // The top_k largest of softmax(logits), largest first and of equal ones the first, divided by their sum if normalise.
+  // logits: [tokens, experts]; weights, ids: [tokens, top_k]
+  void (*choose)(const void *logits, int64_t tokens, int32_t experts, int32_t top_k, bool normalise, float *weights,
+                 int64_t *ids);
   // All query heads of one key head
   void (*attend)(const gr_attention *attention, int32_t key_head);
 };

@@ -72,6 +72,7 @@ class NativeAttention(ctypes.Structure):
         ("q", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
+        ("slots", c_void_p),
         ("out", c_void_p),
         ("length", c_int64),
         ("k_head", c_int64),
@@ -157,8 +158,8 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
 def _declare_rows(library: ctypes.CDLL) -> None:
     kind = [c_int32, c_int32]
     library.gr_norm.argtypes = [*kind, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float]
-    library.gr_turn.argtypes = [*kind, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32]
-    library.gr_choose.argtypes = [*kind, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p]
+    library.gr_turn.argtypes = [*kind, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32]
+    library.gr_choose.argtypes = [*kind, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p, c_void_p]
     for function in (library.gr_norm, library.gr_turn, library.gr_choose):
         function.restype = None
 

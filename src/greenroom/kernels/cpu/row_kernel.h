@@ -58,21 +58,21 @@ inline T turned(T own, T cosine, T other, T sine, float sign) {
 }
 
 template <class T>
-void turn_heads(const void *x_heads, const void *cosines, const void *sines, void *y_heads, int32_t heads,
-                int32_t width) {
-  const T *cosine = static_cast<const T *>(cosines), *sine = static_cast<const T *>(sines);
+void turn_heads(const void *x_rows, const void *cosines, const void *sines, void *y_rows, int64_t heads,
+                int64_t tokens, int32_t width) {
   const int32_t half = width / 2;
-  for (int32_t head = 0; head < heads; ++head) {
-    const T *x = static_cast<const T *>(x_heads) + int64_t{head} * width;
-    T *y = static_cast<T *>(y_heads) + int64_t{head} * width;
+  for (int64_t row = 0; row < heads * tokens; ++row) {
+    const T *x = static_cast<const T *>(x_rows) + row * width;
+    T *y = static_cast<T *>(y_rows) + row * width;
+    const T *cosine = static_cast<const T *>(cosines) + row % tokens * width;
+    const T *sine = static_cast<const T *>(sines) + row % tokens * width;
     for (int32_t i = 0; i < half; ++i) y[i] = turned(x[i], cosine[i], x[half + i], sine[i], -1.0f);
     for (int32_t i = half; i < width; ++i) y[i] = turned(x[i], cosine[i], x[i - half], sine[i], 1.0f);
   }
 }
 
 template <class T>
-void choose_experts(const void *logits, int32_t experts, int32_t top_k, bool normalise, float *weights, int64_t *ids) {
-  const T *logit = static_cast<const T *>(logits);
+void choose_for_token(const T *logit, int32_t experts, int32_t top_k, bool normalise, float *weights, int64_t *ids) {
   float shares[kMostExperts + GR_LANES];
   float top = -INFINITY;
   for (int32_t e = 0; e < experts; ++e) {
@@ -87,17 +87,25 @@ void choose_experts(const void *logits, int32_t experts, int32_t top_k, bool nor
     sums += *share;
   }
   const float sum = sum_lanes(sums);
-  float chosen[kMostChoices], total = 0;
+  float total = 0;
   for (int32_t k = 0; k < top_k; ++k) {
     int32_t best = 0;
     for (int32_t e = 1; e < experts; ++e)
       if (shares[e] > shares[best]) best = e;
-    chosen[k] = shares[best] / sum;
-    total += chosen[k];
+    weights[k] = shares[best] / sum;
+    total += weights[k];
     ids[k] = best;
     shares[best] = -1.0f;
   }
-  for (int32_t k = 0; k < top_k; ++k) weights[k] = normalise ? chosen[k] / total : chosen[k];
+  for (int32_t k = 0; normalise && k < top_k; ++k) weights[k] /= total;
+}
+
+template <class T>
+void choose_experts(const void *logits, int64_t tokens, int32_t experts, int32_t top_k, bool normalise, float *weights,
+                    int64_t *ids) {
+  for (int64_t token = 0; token < tokens; ++token)
+    choose_for_token(static_cast<const T *>(logits) + token * experts, experts, top_k, normalise,
+                     weights + token * top_k, ids + token * top_k);
 }
 
 // sums[n * value_width + i] += sum over positions of shares[n * kPositions + p] * v[p, i], for N heads of the query and V
@@ -153,24 +161,66 @@ inline float take_shares(float *scores, int32_t positions, float scale, float *t
   return sum_lanes(sums);
 }
 
+// Of up to kPositions positions from `begin` on, those whose rows follow one another in memory.
+inline int32_t run_length(const int64_t *slots, int64_t begin, int32_t most) {
+  if (!slots) return most;
+  int32_t length = 1;
+  while (length < most && slots[begin + length] == slots[begin] + length) ++length;
+  return length;
+}
+
+// One key head's past, and the query heads that look at it.
+template <class T>
+struct Past {
+  const T *k, *v;
+  const T *x[kMostGroup];
+  int32_t group;
+};
+
+template <class M, class T>
+inline void score_positions(const gr_attention &a, const Past<T> &past, int64_t begin, int32_t positions,
+                            float *scores) {
+  for (int32_t done = 0; done < positions;) {
+    const int32_t run = run_length(a.slots, begin + done, positions - done);
+    const T *rows = past.k + (a.slots ? a.slots[begin + done] : begin + done) * a.k_position;
+    dot_rows<M, true>(rows, a.k_position, run, past.x, past.group, a.width, scores + done, kPositions, nullptr);
+    done += run;
+  }
+}
+
+template <class T>
+inline void add_positions(const gr_attention &a, const Past<T> &past, int64_t begin, int32_t positions,
+                          const float *shares, float *sums) {
+  for (int32_t done = 0; done < positions;) {
+    const int32_t run = run_length(a.slots, begin + done, positions - done);
+    const T *rows = past.v + (a.slots ? a.slots[begin + done] : begin + done) * a.v_position;
+    int32_t n = 0;
+    for (; n + 4 <= past.group; n += 4)
+      add_values<4>(rows, a.v_position, run, shares + n * kPositions + done, sums + n * a.value_width, a.value_width);
+    for (; n < past.group; ++n)
+      add_values<1>(rows, a.v_position, run, shares + n * kPositions + done, sums + n * a.value_width, a.value_width);
+    done += run;
+  }
+}
+
 template <class M, class T>
 void attend(const gr_attention *attention, int32_t key_head) {
   const gr_attention &a = *attention;
-  const int32_t group = a.heads / a.key_heads, width = a.width, value_width = a.value_width;
-  const T *k = static_cast<const T *>(a.k) + key_head * a.k_head, *v = static_cast<const T *>(a.v) + key_head * a.v_head;
+  const int32_t group = a.heads / a.key_heads, value_width = a.value_width;
   alignas(64) float scores[kMostGroup * kPositions];
   alignas(64) float sums[kMostGroup * kMostValueWidth];
   float tops[kMostGroup], totals[kMostGroup];
-  const T *x[kMostGroup];
+  Past<T> past{static_cast<const T *>(a.k) + key_head * a.k_head, static_cast<const T *>(a.v) + key_head * a.v_head, {},
+               group};
   for (int32_t n = 0; n < group; ++n) {
-    x[n] = static_cast<const T *>(a.q) + (int64_t{key_head} * group + n) * width;
+    past.x[n] = static_cast<const T *>(a.q) + (int64_t{key_head} * group + n) * a.width;
     tops[n] = -INFINITY;
     totals[n] = 0;
   }
   memset(sums, 0, sizeof(float) * static_cast<size_t>(group) * static_cast<size_t>(value_width));
   for (int64_t begin = 0; begin < a.length; begin += kPositions) {
     const int32_t positions = a.length - begin < kPositions ? static_cast<int32_t>(a.length - begin) : kPositions;
-    dot_rows<M, true>(k + begin * a.k_position, a.k_position, positions, x, group, width, scores, kPositions, nullptr);
+    score_positions<M>(a, past, begin, positions, scores);
     for (int32_t n = 0; n < group; ++n) {
       float rescale;
       const float more = take_shares(scores + n * kPositions, positions, a.scale, &tops[n], &rescale);
@@ -178,12 +228,7 @@ void attend(const gr_attention *attention, int32_t key_head) {
       if (rescale != 1.0f)
         for (int32_t i = 0; i < value_width; ++i) sums[n * value_width + i] *= rescale;
     }
-    int32_t n = 0;
-    const T *values = v + begin * a.v_position;
-    for (; n + 4 <= group; n += 4)
-      add_values<4>(values, a.v_position, positions, scores + n * kPositions, sums + n * value_width, value_width);
-    for (; n < group; ++n)
-      add_values<1>(values, a.v_position, positions, scores + n * kPositions, sums + n * value_width, value_width);
+    add_positions(a, past, begin, positions, scores, sums);
   }
   T *out = static_cast<T *>(a.out) + int64_t{key_head} * group * value_width;
   for (int32_t n = 0; n < group; ++n) {
