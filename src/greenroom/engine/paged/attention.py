@@ -48,7 +48,6 @@ def paged_attention(
     _mask: torch.Tensor | None,
     *,
     paged: PagedBatch,
-    engine: CpuExperts | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
@@ -60,7 +59,6 @@ def paged_attention(
         query: [1, Hq, T, D], the batch's tokens.
         key, value: [1, Hk, S, D or Dv]: what ``PagedCache.update`` returned.
         paged: describes the batch.
-        engine: attends for single tokens on a CPU, if it takes their heads.
         sliding_window: only so many of the last tokens are seen, the token itself included.
         s_aux: [Hq], attention sinks: logits of a place that takes weight and adds nothing.
 
@@ -69,11 +67,11 @@ def paged_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not paged.spans:
-        return _attend_first(module, query, key, value, paged, engine, scale, sliding_window, s_aux), None
+        return _attend_first(module, query, key, value, paged, scale, sliding_window, s_aux), None
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     if paged.singles:
         singles = query[:, :, : paged.singles]
-        first = _attend_first(module, singles, key, value, paged, engine, scale, sliding_window, s_aux)
+        first = _attend_first(module, singles, key, value, paged, scale, sliding_window, s_aux)
         out[:, : paged.singles] = first
     for span in paged.spans:
         queries = slice(span.query_start, span.query_start + span.query_num)
@@ -89,7 +87,6 @@ def _attend_first(
     key: torch.Tensor,
     value: torch.Tensor,
     paged: PagedBatch,
-    engine: CpuExperts | None,
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
@@ -101,7 +98,7 @@ def _attend_first(
         assert isinstance(module.layer_idx, int)
         cached = paged.cache.layers[module.layer_idx]
         assert isinstance(cached, PagedLayer)
-        return attend_slots(query, cached, paged.single_slots, engine, scale, window, sinks)
+        return attend_slots(query, cached, paged.single_slots, paged.cache.engine, scale, window, sinks)
     if paged.single_keys is not None:
         return attend_singles(query, key, value, paged.single_keys, paged.lengths, scale, window, sinks)
     assert isinstance(module.layer_idx, int)

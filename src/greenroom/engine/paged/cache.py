@@ -10,6 +10,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from greenroom.engine.paged.packing import Packing, Span
+from greenroom.experts.cpu import CpuExperts
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class PagedCache(Cache):
         batch: of the pass that runs; set before it.
         scratch: id of the block for padding.
         latent: keys are latents and values rotated keys, as latent attention caches them.
-        plain_on_cpu: attention reads what is cached as it is, and so may where it lies.
+        engine: attends for single tokens on a CPU, over what is cached where it lies.
     """
 
     def __init__(
@@ -121,14 +122,14 @@ class PagedCache(Cache):
         block_size: int,
         device: torch.device,
         latent: bool = False,
-        plain: bool = False,
+        engine: CpuExperts | None = None,
     ) -> None:
         slots = (num_blocks + 1) * block_size
         super().__init__(layers=[PagedLayer(shape, slots, device) for shape in shapes])
         self.block_size = block_size
         self.scratch = num_blocks
         self.latent = latent
-        self.plain_on_cpu = plain and device.type == "cpu"
+        self.engine = engine
         self.device = device
         self.batch: PagedBatch | None = None
 
@@ -150,7 +151,7 @@ class PagedCache(Cache):
         single_keys, single_lengths, single_slots = None, None, None
         if not kernel and packing.singles:
             each = _slots_of_singles(packing, self.block_size)
-            if self.plain_on_cpu:
+            if self.engine is not None:
                 single_slots = [torch.from_numpy(slots) for slots in each]
             else:
                 # Their keys come before the others'.

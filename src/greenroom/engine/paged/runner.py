@@ -1,7 +1,6 @@
 """PagedRunner: forward passes over chunks of several sequences, whose keys and values are in blocks."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,7 +72,7 @@ class PagedRunner:
         self.eager_because = self._why_eager(kept)
         hostless = decode_path if decode_path is not None else self.eager_because is None
         self.dbo = DboPolicy(dbo, buckets_to(self.max_sequences), self._why_no_halves(dbo, hostless))
-        self._attention = partial(paged_attention, engine=offload_of(model).engine)
+        on_cpu = self._device.type == "cpu"
         self._by_kernel = self._device.type == "cuda" and kept.kept is not Kept.OTHER
         self._cache: PagedCache | None = PagedCache(
             kept.shapes,
@@ -81,7 +80,7 @@ class PagedRunner:
             limits.block_size,
             self._device,
             latent=kept.kept is Kept.LATENT,
-            plain=kept.kept is Kept.PLAIN,
+            engine=offload_of(model).engine if on_cpu and kept.kept is Kept.PLAIN else None,
         )
         self._copy_block: BlockCopy | None = block_copy(self.kv_tensors)
         self._decode: DecodeBuckets | None = None
@@ -216,7 +215,7 @@ class PagedRunner:
     def _run_layer_by_layer(self, packing: Packing, cache: PagedCache) -> torch.Tensor:
         device = self._device
         cache.batch = cache.describe(packing, self._by_kernel)
-        with attends_through(self._model, PAGED, self._attention):
+        with attends_through(self._model, PAGED, paged_attention):
             output = self._model(
                 input_ids=torch.from_numpy(packing.ids).to(device)[None],
                 position_ids=torch.from_numpy(packing.positions).to(device)[None],
