@@ -21,6 +21,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from greenroom.bench.commit import commit_hash
+from greenroom.bench.result import cpu_name
 from greenroom.bench.shapes import shape_config
 
 NOISE = 1 << 24
@@ -159,6 +161,8 @@ def main() -> None:
                     "times_as_fast": ours / llama,
                     "turns": [[turn[side][part] for turn in turns] for side in (0, 1)],
                     "unit": "tok/s",
+                    "cpu": cpu_name(),
+                    "commit": commit_hash(),
                 }
             ),
             flush=True,
