@@ -156,6 +156,20 @@ def test_a_packed_token_is_the_same_to_the_bit_whatever_is_beside_it(family):
     assert all(torch.equal(logits, alone) for logits in beside)
 
 
+def test_a_prompt_of_one_token_is_the_same_beside_others_with_latents_too():
+    """As many keys as tokens pass through a dense layer then, or more."""
+    with (
+        saved_family("deepseek_v3", BF16) as (_, folder),
+        offloaded(folder, device="cpu") as model,
+        packing_runner(model) as runner,
+    ):
+        runner.run([SequenceChunk([9, 4, 1], 0, (1,))])
+        token, single = SequenceChunk([8], 0, (0,)), SequenceChunk([3], 3, (1,))
+        alone = runner.run([token])[0].clone()
+        beside = runner.run([token, single])[0].clone()
+    assert torch.equal(alone, beside)
+
+
 @torch.no_grad()
 def test_products_in_float32_stay_with_torch(monkeypatch):
     with (

@@ -59,7 +59,7 @@ def test_the_caller_works() -> None:
 
 def test_many_callers_at_once() -> None:
     """One helps, the others wait; jobs of one are computed by another's caller."""
-    batches = [Batch(ExpertFormat(65, 33, torch.float32, SILU), 4, 2, 1 + seed, seed) for seed in range(6)]
+    batches = [Batch(ExpertFormat(300, 200, torch.float32, SILU), 8, 4, 40 + seed, seed) for seed in range(6)]
     with CpuExperts(3, batch_invariant=True, callers_help=True) as engine:
         expected = [batch.run(engine) for batch in batches]
         wrong = []

@@ -41,6 +41,10 @@ def test_norms_equal_the_models(isa: Isa, dtype: torch.dtype, width: int) -> Non
     # The mean is summed in another order, which may turn one rounding over.
     torch.testing.assert_close(result, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     assert torch.equal(norm(isa, x[1:2].clone(), module.weight, module.variance_epsilon), result[1:2])
+    with torch.no_grad():  # where epsilon counts
+        torch.testing.assert_close(
+            norm(isa, x * 1e-5, module.weight, 1e-6), module(x * 1e-5), rtol=2 * torch.finfo(dtype).eps, atol=1e-6
+        )
 
 
 @isas

@@ -61,7 +61,7 @@ def _fused_rope(own: Apply, isa: Isa) -> Apply:
         query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         usual = not rest and not named and is_usual_turn(query, key, cos, sin) and query.dtype in ROW_DTYPES
-        if not usual or len(query) != 1 or cos.shape[:2] != (1, query.shape[2]):
+        if not usual or cos.shape[:2] != (1, query.shape[2]):
             return own(query, key, cos, sin, *rest, **named)
         cos, sin = cos.contiguous(), sin.contiguous()
         return turn(isa, query.contiguous(), cos, sin), turn(isa, key.contiguous(), cos, sin)
