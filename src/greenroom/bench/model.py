@@ -19,6 +19,7 @@ from greenroom.bench.synthetic import override_routing, random_model
 from greenroom.config import OffloadConfig
 from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.dbo import DboPolicy
+from greenroom.engine.growing_cache import make_cache
 from greenroom.engine.offload import close, offload_of
 from greenroom.engine.request import choose_device
 from greenroom.engine.sizes import buckets_to, check_batch
@@ -114,7 +115,7 @@ def _bench_graph_decode(bench: "_Bench", batch: int, steps: int, repeats: int) -
 
 
 def _bench_eager_decode(bench: "_Bench", batch: int, steps: int, repeats: int) -> ModelBenchmark:
-    cache = DynamicCache(config=bench.model.config)
+    cache = make_cache(bench.model)
     token = bench.forward(bench.random_ids(batch, _CONTEXT), cache)
 
     def run() -> None:

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.decode_loop import DecodeLoop, can_run_graph
 from greenroom.engine.detokenize import TokenText
+from greenroom.engine.growing_cache import make_cache
 from greenroom.errors import ConfigError
 
 OnText = Callable[[str], None]
@@ -127,10 +129,12 @@ def generate(
     eager_because = _why_eager(model, max_tokens, graph)
     loop = DecodeLoop.of(model) if eager_because is None else None
     run = model.generate if loop is None else loop.generate
+    cache = _cache(model, config) if loop is None else {}
     # Not inference_mode: buffers that grow meanwhile are written outside of it as well.
     with torch.no_grad(), _seeded(seed, model.device):
         start = time.perf_counter()
-        run(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config, streamer=recorder)
+        mask = torch.ones_like(input_ids)
+        run(input_ids, attention_mask=mask, generation_config=config, streamer=recorder, **cache)
     prepare_seconds = 0.0 if loop is None else loop.prepare_seconds
     prefill_seconds = recorder.first - start
     decode_seconds = recorder.last - recorder.first - prepare_seconds
@@ -193,6 +197,13 @@ def _check_fit(model: PreTrainedModel, ids: Sequence[int], max_tokens: int) -> N
             f"the prompt's {len(ids)} tokens and {max_tokens} new ones do not fit the model's context of {limit}: "
             f"ask for at most {limit - len(ids)}, or shorten the prompt"
         )
+
+
+def _cache(model: PreTrainedModel, config: GenerationConfig) -> dict[str, DynamicCache]:
+    """The argument of ``generate`` that brings a cache; none where a checkpoint names a kind of its own."""
+    if config.cache_implementation is not None or not isinstance(model, PreTrainedModel):
+        return {}
+    return {cache_argument(model): make_cache(model)}
 
 
 def _generation_config(
