@@ -142,6 +142,12 @@ def test_the_least_gap_is_known_for_each_number_of_rows_and_forgotten_slowly():
     assert waited(gap, 1, 20, 21) == [False, False]
 
 
+def test_a_clock_that_errs_once_does_not_decide():
+    gap = IdleGap()
+    assert waited(gap, 1, -3, 0) == [False, False]
+    assert waited(gap, 1, 7) == [False]
+
+
 def test_layers_of_which_nothing_crossed_say_nothing_of_the_gap():
     gap = IdleGap()
     assert waited(gap, 1, 2, 200, streamed=False) == [False, True]

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-_MOST_NS = 40_000.0
-"""Longer than any device takes from its experts' end to the end of combine if nothing is to be waited for."""
+_LEAST_NS, _MOST_NS = 4_000.0, 40_000.0
+"""Less and more than any device takes from its experts' end to the end of combine if nothing is to be waited for: a
+clock that errs once must not decide for long."""
 
 _FORGET = 1.01
 """A step: what was the least once is not for ever, as clocks and loads change."""
@@ -37,7 +38,7 @@ class IdleGap:
         """
         least = min(self._least.get(rows, _MOST_NS) * _FORGET, _MOST_NS)
         if streamed.any():
-            least = min(least, max(float(gaps_ns[streamed].min()), 0.0))
+            least = max(min(least, float(gaps_ns[streamed].min())), _LEAST_NS)
         self._least[rows] = least
         found: np.ndarray = gaps_ns > least * _MARGIN + _MARGIN_NS
         return found
