@@ -102,21 +102,6 @@ class Attention:
         self.key, self.value = cache(width), cache(value_width)
         self.scale = width**-0.5 * (1 + seed % 7)
 
-    def scattered(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor]:
-        """The same attention over rows of blocks that lie apart, with NaN in all others."""
-        heads, length, _ = self.key.shape
-        block = 1 + length % 17
-        blocks = -(-length // block)
-        order = torch.randperm(2 * blocks, generator=torch.Generator().manual_seed(length))[:blocks]
-        slots = (order[:, None] * block + torch.arange(block)).reshape(-1)[:length].contiguous()
-        memories = []
-        for rows in (self.key, self.value):
-            # As a paged cache has them: [slots, heads, width].
-            memory = torch.full((2 * blocks * block, heads, rows.shape[2]), math.nan, dtype=rows.dtype)
-            memory[slots] = rows.transpose(0, 1)
-            memories.append(memory.transpose(0, 1))
-        return self.query, *memories, self.scale, slots
-
     def check(self, out: torch.Tensor) -> None:
         group = len(self.query) // len(self.key)
         key, value = (t.double().repeat_interleave(group, dim=0) for t in (self.key, self.value))
@@ -157,8 +142,6 @@ def test_attention_equals_float64(
         attention.check(one)
         for threads in (2, 3):
             assert torch.equal(engines.get(threads, isa).attend(*args), one)
-            # The same rows, elsewhere and in runs of several lengths.
-            assert torch.equal(engines.get(threads, isa).attend(*attention.scattered()), one)
 
 
 @isas
@@ -189,15 +172,6 @@ def test_what_is_not_taken_is_refused(engines: Engines) -> None:
     ):
         with pytest.raises(ValueError, match="does not attend with"):
             engine.attend(**{**good, **wrong})
-    for slots, sentence in (
-        (torch.tensor([0, 5]), "from 0 to 4, not 0 to 5"),
-        (torch.tensor([-1, 3]), "not -1 to 3"),
-        (torch.tensor([0.0]), r"contiguous int64 \[S\], not torch.float32"),
-        (torch.zeros(0, dtype=torch.int64), r"not torch.int64 \(0,\)"),
-        (torch.zeros(6, dtype=torch.int64)[::2], "contiguous"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            engine.attend(**good, slots=slots)
     assert can_attend(good["query"], good["key"], good["value"])
     torch.testing.assert_close(engine.attend(**good), torch.ones(4, 32))
     with CpuExperts(1) as other:

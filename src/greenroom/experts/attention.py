@@ -36,30 +36,22 @@ def native_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
-    slots: torch.Tensor | None,
     out: torch.Tensor,
 ) -> NativeAttention:
     """``out = softmax(scale * query key^T) value``, after checking everything that the native side takes on trust.
 
     Raises:
-        ValueError: a tensor has another shape, dtype, device or stride, or a slot is not there.
+        ValueError: a tensor has another shape, dtype, device or stride.
     """
     if query.ndim != 2 or not query.is_contiguous() or not can_attend(query, key, value):
         shapes = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in (query, key, value))
         raise ValueError(f"the CPU engine does not attend with {shapes}")
-    if slots is not None:
-        if slots.dtype != torch.int64 or slots.ndim != 1 or not slots.is_contiguous() or len(slots) == 0:
-            raise ValueError(f"slots must be contiguous int64 [S], not {slots.dtype} {tuple(slots.shape)}")
-        least, most = (int(bound) for bound in slots.aminmax())
-        if least < 0 or most >= key.shape[1]:
-            raise ValueError(f"slots must be from 0 to {key.shape[1] - 1}, not {least} to {most}")
     return NativeAttention(
         q=query.data_ptr(),
         k=key.data_ptr(),
         v=value.data_ptr(),
-        slots=None if slots is None else slots.data_ptr(),
         out=out.data_ptr(),
-        length=key.shape[1] if slots is None else len(slots),
+        length=key.shape[1],
         k_head=key.stride(0),
         k_position=key.stride(1),
         v_head=value.stride(0),

@@ -201,7 +201,6 @@ class CpuExperts:
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
-        slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``softmax(scale * query key^T) value`` of one new token; blocks until it is done. Sums are kept in fp32.
 
@@ -209,7 +208,6 @@ class CpuExperts:
             query: [Hq, D], contiguous.
             key: [Hk, S, D], of which a row lies in one piece. Each of its heads serves Hq / Hk of the query's.
             value: [Hk, S, Dv], the same.
-            slots: int64 [positions], which rows of key and value are looked at; None for all.
 
         All are CPU tensors of one dtype, BF16 or float32, that ``can_attend`` takes.
 
@@ -217,12 +215,12 @@ class CpuExperts:
             [Hq, Dv].
 
         Raises:
-            ValueError: a tensor has another shape, dtype, device or stride, or a slot is not there.
+            ValueError: a tensor has another shape, dtype, device or stride.
             EngineError: the engine is closed.
         """
         out = query.new_empty(query.shape[0], value.shape[-1])
-        job = native_attention(query, key, value, scale, slots, out)
-        self._queue(self._library.gr_attention_submit, job, (query, key, value, slots, out)).wait()
+        job = native_attention(query, key, value, scale, out)
+        self._queue(self._library.gr_attention_submit, job, (query, key, value, out)).wait()
         return out
 
     def throttle(self, factor: float) -> None:

@@ -14,8 +14,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from greenroom.engine.paged.cache import PagedBatch, PagedLayer
 from greenroom.engine.paged.packing import Span
-from greenroom.experts.attention import can_attend
-from greenroom.experts.cpu import CpuExperts
 
 PAGED = "greenroom_paged"
 """Name in transformers' registries."""
@@ -71,8 +69,7 @@ def paged_attention(
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     if paged.singles:
         singles = query[:, :, : paged.singles]
-        first = _attend_first(module, singles, key, value, paged, scale, sliding_window, s_aux)
-        out[:, : paged.singles] = first
+        out[:, : paged.singles] = _attend_first(module, singles, key, value, paged, scale, sliding_window, s_aux)
     for span in paged.spans:
         queries = slice(span.query_start, span.query_start + span.query_num)
         with _without_cudnn():
@@ -94,11 +91,6 @@ def _attend_first(
     """The batch's single tokens, from blocks or from what was gathered."""
     if paged.single_lengths is not None:
         return attend_each(query, key, value, paged.single_lengths, scale, window, sinks)
-    if paged.single_slots is not None:
-        assert isinstance(module.layer_idx, int)
-        cached = paged.cache.layers[module.layer_idx]
-        assert isinstance(cached, PagedLayer)
-        return attend_slots(query, cached, paged.single_slots, paged.cache.engine, scale, window, sinks)
     if paged.single_keys is not None:
         return attend_singles(query, key, value, paged.single_keys, paged.lengths, scale, window, sinks)
     assert isinstance(module.layer_idx, int)
@@ -167,36 +159,6 @@ def attend_each(
         seen = None if sinks is None else torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool)
         results.append(_attend(asked[row : row + 1], keys, values, seen, scale, sinks))
     return torch.cat(results).flatten(1, 2)[None]
-
-
-def attend_slots(
-    query: torch.Tensor,
-    layer: PagedLayer,
-    slots: list[torch.Tensor],
-    engine: CpuExperts | None,
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``attend_each`` over keys and values where they lie, by the CPU engine if it takes them.
-
-    Args:
-        query: [1, Hq, n, D].
-        slots: int64 [length] of each of the n sequences.
-        engine: None, or sinks, leave all to torch.
-
-    Returns:
-        [1, n, Hq, Dv].
-    """
-    keys, values = layer.keys.transpose(0, 1), layer.values.transpose(0, 1)
-    if window is not None:
-        slots = [own[-window:] for own in slots]
-    if engine is None or sinks is not None or not can_attend(query[0], keys, values):
-        gathered = layer.read(torch.cat(slots))
-        return attend_each(query, *gathered, [len(own) for own in slots], scale, None, sinks)
-    rows = query[0].transpose(0, 1).contiguous()
-    results = [engine.attend(row, keys, values, scale, own) for row, own in zip(rows, slots, strict=True)]
-    return torch.stack(results)[None]
 
 
 def attend_singles(

@@ -10,7 +10,6 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from greenroom.engine.paged.packing import Packing, Span
-from greenroom.experts.cpu import CpuExperts
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ class PagedBatch:
     slots: int64 [T], where new keys and values go.
     singles: the first tokens of the batch, each the only new one of its sequence.
     tables: int64 [singles, W], blocks; lengths: int64 [singles], tokens that each sees.
-    single_keys: int64 [singles, longest], where each one's keys are among those gathered. On a CPU instead of it
-        single_lengths: how many keys each has there, one's behind those of the one before; or single_slots: int64
-        [length] of each, where its keys are in the cache. All None: a kernel reads them from their blocks.
+    single_keys: int64 [singles, longest], where each one's keys are among those gathered. single_lengths: on a CPU
+        instead of it, how many keys each has there, one's behind those of the one before. Both None: a kernel reads
+        them from their blocks.
     gather: int64 [S], slots of the keys that attention gets; None if it gets the new ones alone.
     spans: chunks of several tokens.
     """
@@ -50,7 +49,6 @@ class PagedBatch:
     lengths: torch.Tensor
     single_keys: torch.Tensor | None
     single_lengths: list[int] | None
-    single_slots: list[torch.Tensor] | None
     gather: torch.Tensor | None
     spans: tuple[Span, ...]
 
@@ -112,7 +110,6 @@ class PagedCache(Cache):
         batch: of the pass that runs; set before it.
         scratch: id of the block for padding.
         latent: keys are latents and values rotated keys, as latent attention caches them.
-        engine: attends for single tokens on a CPU, over what is cached where it lies.
     """
 
     def __init__(
@@ -122,14 +119,12 @@ class PagedCache(Cache):
         block_size: int,
         device: torch.device,
         latent: bool = False,
-        engine: CpuExperts | None = None,
     ) -> None:
         slots = (num_blocks + 1) * block_size
         super().__init__(layers=[PagedLayer(shape, slots, device) for shape in shapes])
         self.block_size = block_size
         self.scratch = num_blocks
         self.latent = latent
-        self.engine = engine
         self.device = device
         self.batch: PagedBatch | None = None
 
@@ -147,21 +142,16 @@ class PagedCache(Cache):
         Args:
             kernel: single tokens read their keys from blocks, through a kernel.
         """
-        gather, spans = packing.gather, packing.spans
-        single_keys, single_lengths, single_slots = None, None, None
+        gather, single_keys, single_lengths, spans = packing.gather, None, None, packing.spans
         if not kernel and packing.singles:
-            each = _slots_of_singles(packing, self.block_size)
-            if self.engine is not None:
-                single_slots = [torch.from_numpy(slots) for slots in each]
+            # Their keys come before the others'.
+            own = _slots_of_singles(packing, self.block_size)
+            if self.device.type == "cpu":
+                single_lengths = packing.lengths.tolist()
             else:
-                # Their keys come before the others'.
-                own = np.concatenate(each)
-                if self.device.type == "cpu":
-                    single_lengths = packing.lengths.tolist()
-                else:
-                    single_keys = torch.from_numpy(_padded_places(packing.lengths)).to(self.device)
-                spans = tuple(Span(s.query_start, s.query_num, s.key_start + len(own), s.key_num) for s in spans)
-                gather = np.concatenate([own, gather])
+                single_keys = torch.from_numpy(_padded_places(packing.lengths)).to(self.device)
+            spans = tuple(Span(s.query_start, s.query_num, s.key_start + len(own), s.key_num) for s in spans)
+            gather = np.concatenate([own, gather])
         return PagedBatch(
             cache=self,
             slots=torch.from_numpy(packing.slots).to(self.device),
@@ -170,16 +160,15 @@ class PagedCache(Cache):
             lengths=torch.from_numpy(packing.lengths).to(self.device),
             single_keys=single_keys,
             single_lengths=single_lengths,
-            single_slots=single_slots,
             gather=torch.from_numpy(gather).to(self.device) if len(gather) else None,
             spans=spans,
         )
 
 
-def _slots_of_singles(packing: Packing, block_size: int) -> list[np.ndarray]:
-    """int64 [length] of each: its sequence's slots."""
+def _slots_of_singles(packing: Packing, block_size: int) -> np.ndarray:
+    """int64 [S]: their sequences' slots, one after another."""
     every = (packing.tables[:, :, None] * block_size + np.arange(block_size)).reshape(packing.singles, -1)
-    return [np.ascontiguousarray(row[:length]) for row, length in zip(every, packing.lengths, strict=True)]
+    return np.concatenate([row[:length] for row, length in zip(every, packing.lengths, strict=True)])
 
 
 def _padded_places(lengths: np.ndarray) -> np.ndarray:

@@ -158,7 +158,6 @@ class DecodeInputs:
             lengths=lengths,
             single_keys=None,
             single_lengths=None,
-            single_slots=None,
             gather=None,
             spans=(),
         )

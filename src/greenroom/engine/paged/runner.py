@@ -72,15 +72,9 @@ class PagedRunner:
         self.eager_because = self._why_eager(kept)
         hostless = decode_path if decode_path is not None else self.eager_because is None
         self.dbo = DboPolicy(dbo, buckets_to(self.max_sequences), self._why_no_halves(dbo, hostless))
-        on_cpu = self._device.type == "cpu"
         self._by_kernel = self._device.type == "cuda" and kept.kept is not Kept.OTHER
         self._cache: PagedCache | None = PagedCache(
-            kept.shapes,
-            limits.num_blocks,
-            limits.block_size,
-            self._device,
-            latent=kept.kept is Kept.LATENT,
-            engine=offload_of(model).engine if on_cpu and kept.kept is Kept.PLAIN else None,
+            kept.shapes, limits.num_blocks, limits.block_size, self._device, kept.kept is Kept.LATENT
         )
         self._copy_block: BlockCopy | None = block_copy(self.kv_tensors)
         self._decode: DecodeBuckets | None = None

@@ -1,4 +1,4 @@
-"""Decode on a CPU: what the CPU engine does instead of torch of tokens that are their sequence's only new one.
+"""Decode on a CPU: what the CPU engine and its library do instead of torch.
 
 torch's operations each take longer to begin than a token's numbers to compute, and their threads and the engine's want
 the same cores. Weights are read by the engine's threads; what lies between products is computed by the thread that runs
@@ -16,10 +16,11 @@ from greenroom.experts.cpu import CpuExperts
 
 
 def take_single_passes(model: PreTrainedModel, engine: CpuExperts) -> None:
-    """Has ``engine`` do what it can of passes with one token of one sequence, and of packed sequences.
+    """Has ``engine`` do what it can of passes with one token of one sequence, and a part of packed ones.
 
-    In packed ones a text must not depend, by a single bit, on what is served beside it: whatever treats a token does so
-    by rows, and dense layers by what its own sequence brings. One thread at a time, the one that runs the model.
+    In those a text must not depend, by a single bit, on what is served beside it, nor on how it is divided into passes.
+    So they get only what treats each row by itself and always the same way: norms, rotary embedding, routers' choices
+    and the head. One thread at a time, the one that runs the model.
     """
     # Models with other caches ask for sdpa by its name in places.
     attention = SingleAttention(model, engine) if why_no_plain_cache(model) is None else None

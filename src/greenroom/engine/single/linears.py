@@ -1,4 +1,4 @@
-"""Dense layers of single tokens: the CPU engine reads weights faster than torch."""
+"""Dense layers of a single token, and the head: the CPU engine reads weights faster than torch."""
 
 from functools import partial
 
@@ -20,33 +20,15 @@ def take_linears(model: PreTrainedModel, engine: CpuExperts, passing: EnginePass
             module.forward = partial(forward, module, engine, passing)  # type: ignore[method-assign]
 
 
-def multiply(
-    engine: CpuExperts, weight: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor | None, singles: int
-) -> torch.Tensor:
-    """``hidden @ weight.T + bias``: the first ``singles`` rows by the engine, the others by torch.
-
-    Args:
-        weight: BF16 [N, H].
-        hidden: [..., H] of any dtype; only rows in BF16 are the engine's.
-    """
-    rows = hidden.numel() // hidden.shape[-1]
-    if singles == 0 or hidden.dtype != weight.dtype:
-        return F.linear(hidden, weight, bias)
-    if singles == rows:
-        return engine.linear(weight, hidden.contiguous(), bias)
-    flat = hidden.reshape(rows, -1).contiguous()
-    out = flat.new_empty(rows, weight.shape[0])
-    engine.linear(weight, flat[:singles], bias, out[:singles])
-    out[singles:] = F.linear(flat[singles:], weight, bias)
-    return out.view(*hidden.shape[:-1], -1)
-
-
 def _forward(layer: nn.Linear, engine: CpuExperts, passing: EnginePass, hidden: torch.Tensor) -> torch.Tensor:
-    singles = passing.singles_among(hidden.numel() // hidden.shape[-1])
-    return multiply(engine, layer.weight, hidden, layer.bias, singles)
+    row = hidden.numel() == hidden.shape[-1]
+    if not (passing.single and row) or hidden.dtype != layer.weight.dtype:
+        return F.linear(hidden, layer.weight, layer.bias)
+    return engine.linear(layer.weight, hidden.contiguous(), layer.bias)
 
 
 def _forward_head(layer: nn.Linear, engine: CpuExperts, passing: EnginePass, hidden: torch.Tensor) -> torch.Tensor:
-    """One row a sequence, whether its chunk had one token or many."""
-    rows = hidden.numel() // hidden.shape[-1] if passing.active else 0
-    return multiply(engine, layer.weight, hidden, layer.bias, rows)
+    """Also of packed sequences: a row of each, whatever its chunk was, and always by the engine."""
+    if not passing.active or hidden.dtype != layer.weight.dtype:
+        return F.linear(hidden, layer.weight, layer.bias)
+    return engine.linear(layer.weight, hidden.contiguous(), layer.bias)

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from greenroom.engine.known_parts import Apply, is_usual_turn, rms_epsilon, rope_modules, router_form
-from greenroom.engine.single.linears import multiply
 from greenroom.engine.single.passes import EnginePass
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.native import Isa
@@ -81,10 +81,10 @@ def _route(
     weight, top_k = module.weight, module.top_k
     assert isinstance(weight, torch.Tensor)
     assert isinstance(top_k, int)
-    rows = hidden_states.reshape(-1, weight.shape[1])
-    if not passing.active or hidden_states.dtype != weight.dtype or len(rows) != passing.tokens:
+    if not passing.active or hidden_states.dtype != weight.dtype:
         return own(hidden_states)
-    singles = passing.singles if weight.dtype == torch.bfloat16 else 0
-    logits = multiply(engine, weight, rows, None, singles)
+    rows = hidden_states.reshape(-1, weight.shape[1]).contiguous()
+    by_engine = passing.single and weight.dtype == torch.bfloat16
+    logits = engine.linear(weight, rows) if by_engine else F.linear(rows, weight)
     weights, ids = choose(engine.isa, logits, top_k, normalise)
     return logits, weights.to(dtype), ids

@@ -143,7 +143,7 @@ void Engine::work(size_t worker) {
   for (;;) {
     const Claim taken = claim();
     if (taken.any) {
-      finish_unit(taken.unit, worker);
+      finish_unit(taken.unit, worker, throttle_.load(std::memory_order_relaxed));
       continue;
     }
     if (stop_.load(std::memory_order_seq_cst)) return;
@@ -170,7 +170,7 @@ void Engine::help(const Record &record) {
   while (!done() && throttle_.load(std::memory_order_relaxed) <= 1) {
     const Claim taken = claim();
     if (taken.any) {
-      finish_unit(taken.unit, 0);
+      finish_unit(taken.unit, 0, 1);
       idle_since = std::chrono::steady_clock::now();
       continue;
     }
@@ -180,8 +180,7 @@ void Engine::help(const Record &record) {
   helping_.store(false, std::memory_order_release);
 }
 
-void Engine::finish_unit(uint32_t unit, size_t worker) {
-  const double factor = throttle_.load(std::memory_order_relaxed);
+void Engine::finish_unit(uint32_t unit, size_t worker, double factor) {
   if (factor > 1)
     run_throttled(unit, worker, factor);
   else

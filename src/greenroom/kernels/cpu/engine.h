@@ -87,7 +87,7 @@ class Engine {
   void stop();
   void work(size_t worker);
   void help(const Record &record);
-  void finish_unit(uint32_t unit, size_t worker);
+  void finish_unit(uint32_t unit, size_t worker, double factor);
   Claim claim();
   void run(uint32_t unit, size_t worker);
   void run_throttled(uint32_t unit, size_t worker, double factor);

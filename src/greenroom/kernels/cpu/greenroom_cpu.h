@@ -91,7 +91,6 @@ typedef struct {
   const void *q;        /* [heads, width] of dtype, contiguous */
   const void *k;        /* [key_heads, length, width], a position's row contiguous */
   const void *v;        /* [key_heads, length, value_width], the same */
-  const int64_t *slots; /* [length], where each position's row is among those of k and v, or null: in their order */
   void *out;            /* [heads, value_width], overwritten */
   int64_t length;       /* at least 1 */
   int64_t k_head, k_position, v_head, v_position;

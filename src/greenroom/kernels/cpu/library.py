@@ -72,7 +72,6 @@ class NativeAttention(ctypes.Structure):
         ("q", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
-        ("slots", c_void_p),
         ("out", c_void_p),
         ("length", c_int64),
         ("k_head", c_int64),

@@ -161,66 +161,24 @@ inline float take_shares(float *scores, int32_t positions, float scale, float *t
   return sum_lanes(sums);
 }
 
-// Of up to kPositions positions from `begin` on, those whose rows follow one another in memory.
-inline int32_t run_length(const int64_t *slots, int64_t begin, int32_t most) {
-  if (!slots) return most;
-  int32_t length = 1;
-  while (length < most && slots[begin + length] == slots[begin] + length) ++length;
-  return length;
-}
-
-// One key head's past, and the query heads that look at it.
-template <class T>
-struct Past {
-  const T *k, *v;
-  const T *x[kMostGroup];
-  int32_t group;
-};
-
-template <class M, class T>
-inline void score_positions(const gr_attention &a, const Past<T> &past, int64_t begin, int32_t positions,
-                            float *scores) {
-  for (int32_t done = 0; done < positions;) {
-    const int32_t run = run_length(a.slots, begin + done, positions - done);
-    const T *rows = past.k + (a.slots ? a.slots[begin + done] : begin + done) * a.k_position;
-    dot_rows<M, true>(rows, a.k_position, run, past.x, past.group, a.width, scores + done, kPositions, nullptr);
-    done += run;
-  }
-}
-
-template <class T>
-inline void add_positions(const gr_attention &a, const Past<T> &past, int64_t begin, int32_t positions,
-                          const float *shares, float *sums) {
-  for (int32_t done = 0; done < positions;) {
-    const int32_t run = run_length(a.slots, begin + done, positions - done);
-    const T *rows = past.v + (a.slots ? a.slots[begin + done] : begin + done) * a.v_position;
-    int32_t n = 0;
-    for (; n + 4 <= past.group; n += 4)
-      add_values<4>(rows, a.v_position, run, shares + n * kPositions + done, sums + n * a.value_width, a.value_width);
-    for (; n < past.group; ++n)
-      add_values<1>(rows, a.v_position, run, shares + n * kPositions + done, sums + n * a.value_width, a.value_width);
-    done += run;
-  }
-}
-
 template <class M, class T>
 void attend(const gr_attention *attention, int32_t key_head) {
   const gr_attention &a = *attention;
-  const int32_t group = a.heads / a.key_heads, value_width = a.value_width;
+  const int32_t group = a.heads / a.key_heads, width = a.width, value_width = a.value_width;
+  const T *k = static_cast<const T *>(a.k) + key_head * a.k_head, *v = static_cast<const T *>(a.v) + key_head * a.v_head;
   alignas(64) float scores[kMostGroup * kPositions];
   alignas(64) float sums[kMostGroup * kMostValueWidth];
   float tops[kMostGroup], totals[kMostGroup];
-  Past<T> past{static_cast<const T *>(a.k) + key_head * a.k_head, static_cast<const T *>(a.v) + key_head * a.v_head, {},
-               group};
+  const T *x[kMostGroup];
   for (int32_t n = 0; n < group; ++n) {
-    past.x[n] = static_cast<const T *>(a.q) + (int64_t{key_head} * group + n) * a.width;
+    x[n] = static_cast<const T *>(a.q) + (int64_t{key_head} * group + n) * width;
     tops[n] = -INFINITY;
     totals[n] = 0;
   }
   memset(sums, 0, sizeof(float) * static_cast<size_t>(group) * static_cast<size_t>(value_width));
   for (int64_t begin = 0; begin < a.length; begin += kPositions) {
     const int32_t positions = a.length - begin < kPositions ? static_cast<int32_t>(a.length - begin) : kPositions;
-    score_positions<M>(a, past, begin, positions, scores);
+    dot_rows<M, true>(k + begin * a.k_position, a.k_position, positions, x, group, width, scores, kPositions, nullptr);
     for (int32_t n = 0; n < group; ++n) {
       float rescale;
       const float more = take_shares(scores + n * kPositions, positions, a.scale, &tops[n], &rescale);
@@ -228,7 +186,12 @@ void attend(const gr_attention *attention, int32_t key_head) {
       if (rescale != 1.0f)
         for (int32_t i = 0; i < value_width; ++i) sums[n * value_width + i] *= rescale;
     }
-    add_positions(a, past, begin, positions, scores, sums);
+    int32_t n = 0;
+    const T *values = v + begin * a.v_position;
+    for (; n + 4 <= group; n += 4)
+      add_values<4>(values, a.v_position, positions, scores + n * kPositions, sums + n * value_width, value_width);
+    for (; n < group; ++n)
+      add_values<1>(values, a.v_position, positions, scores + n * kPositions, sums + n * value_width, value_width);
   }
   T *out = static_cast<T *>(a.out) + int64_t{key_head} * group * value_width;
   for (int32_t n = 0; n < group; ++n) {
