@@ -129,7 +129,8 @@ def test_of_packed_sequences_the_engine_takes_the_head_alone(family, monkeypatch
     ):
         runner.run([SequenceChunk([5, 6, 7], 0, (0,)), SequenceChunk([9, 4], 0, (1,))])
         runner.run([SequenceChunk([8], 3, (0,)), SequenceChunk([3, 2, 1], 0, (2,)), SequenceChunk([7], 2, (1,))])
-    assert [shape[:-1].numel() for shape in shapes] == [2, 3]
+        runner.run([SequenceChunk([6], 4, (0,))])
+    assert [shape[:-1].numel() for shape in shapes] == [2, 3, 1]
     assert count["norm"] > 4
     assert count["attend"] == 0
 
