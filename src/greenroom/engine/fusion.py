@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from greenroom.engine.attention_name import asks_for_more
 from greenroom.engine.known_parts import rms_epsilon
 from greenroom.kernels.gpu.decode_attention import decode_attention
 from greenroom.kernels.gpu.rms_norm import rms_norm
@@ -64,8 +65,7 @@ def attention_forward(
     Returns:
         [B, T, Hq, D], None.
     """
-    special = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
-    if special or not _is_decode(query, key, value, attention_mask):
+    if asks_for_more(dropout, kwargs) or not _is_decode(query, key, value, attention_mask):
         with _without_cudnn() if query.shape[2] == 1 else nullcontext():
             result: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

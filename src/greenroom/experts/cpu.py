@@ -195,13 +195,7 @@ class CpuExperts:
         self._queue(self._library.gr_linear_submit, job, (weight, x, bias, out)).wait()
         return out
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """``softmax(scale * query key^T) value`` of one new token; blocks until it is done. Sums are kept in fp32.
 
         Args:

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from greenroom.engine.attention_name import attention_named, configs_of
 from greenroom.engine.paged.cache import PagedBatch, PagedLayer
 from greenroom.engine.paged.packing import Span
 
@@ -27,15 +28,8 @@ def attends_through(model: PreTrainedModel, name: str, function: Callable[..., o
     """Inside, ``model`` attends through ``function``, which transformers knows by ``name``, and makes no masks."""
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _no_mask)
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    for config, _ in before:
-        config._attn_implementation = name
-    try:
+    with attention_named(configs_of(model), name):
         yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
 
 
 def paged_attention(

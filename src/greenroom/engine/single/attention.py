@@ -10,6 +10,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from greenroom.engine.attention_name import asks_for_more, attention_named, configs_of
 from greenroom.experts.attention import can_attend
 from greenroom.experts.cpu import CpuExperts
 
@@ -27,22 +28,15 @@ class SingleAttention:
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, _ENGINE, engine)
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        self._configs = list(configs.values())
+        self._configs = configs_of(model)
         AttentionInterface.register(ATTENTION, attention_forward)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Inside, unless the model attends by something else than sdpa. Its configuration is as before behind it."""
-        before = [config for config in self._configs if config._attn_implementation == "sdpa"]
-        for config in before:
-            config._attn_implementation = ATTENTION
-        try:
+        with attention_named([c for c in self._configs if c._attn_implementation == "sdpa"], ATTENTION):
             yield
-        finally:
-            for config in before:
-                config._attn_implementation = "sdpa"
 
 
 def attention_forward(
@@ -64,7 +58,7 @@ def attention_forward(
         [B, T, Hq, D], None.
     """
     engine = getattr(module, _ENGINE, None)
-    special = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
+    special = asks_for_more(dropout, kwargs)
     usual = attention_mask is None and not special and query.shape[0] == query.shape[2] == 1
     if engine is None or not usual or not can_attend(query[0], key[0], value[0]):
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
