@@ -5,8 +5,8 @@ speed ENGINE...  all engines start at once, since a start takes a minute, and ar
                  time of all tokens less that of the first, prefill the time to the first token; of each the best of
                  some runs. Engines: stock (all on the GPU), uva (experts in host memory by vLLM's own means),
                  plugin:SLOTS (so many experts of each layer on the GPU), plugin:SLOTS:GPUS (tensor parallel).
-                 With --turns those that keep all experts on the GPU then decode and prefill by turns, each on cores of
-                 its own: two stock ones show how far figures stray.
+                 With --turns those that keep all experts on one GPU then decode and prefill by turns, each with some of
+                 the cores, which go round from turn to turn: two stock ones show how far figures stray.
 tokens           greedy tokens in float32: stock on one GPU, then the plugin for each number of slots. Exit status 1 if
                  a text parts from stock's where that holds its own token for clearly likelier: some of vLLM's kernels
                  compute float32 in TF32, so as good as equal ones may change places.
@@ -72,8 +72,8 @@ class Engine:
             raise argparse.ArgumentTypeError(f"'{text}' is none of stock, uva, plugin:SLOTS and plugin:SLOTS:GPUS")
         return cls(mode, *map(int, numbers))
 
-    def all_on_gpu(self, experts: int) -> bool:
-        return self.mode == "stock" or (self.slots is not None and self.slots >= experts)
+    def all_on_one_gpu(self, experts: int) -> bool:
+        return self.tp == 1 and (self.mode == "stock" or (self.slots or 0) >= experts)
 
     def arguments(self, model: Path, util: float) -> dict[str, Any]:
         # Engines that start beside others cannot find out how much memory they use.
@@ -86,13 +86,14 @@ def run_speed(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
     model = folder / "model"
     shape = write_model(model, args.shape, args.layers)
     experts = num_experts(model)
-    whole = [engine for engine in args.engines if engine.all_on_gpu(experts)]
-    shares = iter(split_cores(len(whole)) if args.turns else [None] * len(whole))
+    whole = [engine for engine in args.engines if engine.all_on_one_gpu(experts)]
+    shares = split_cores(len(whole)) if args.turns else [None] * len(whole)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with ExitStack() as stack:
         children = []
+        at_start = iter(shares)
         for engine in args.engines:
-            cores = next(shares) if engine in whole else None
+            cores = next(at_start) if engine in whole else None
             child = ChildEngine(engine.mode, engine.arguments(model, args.util), cores)
             children.append(stack.enter_context(closing(child)))
         for child in children:
@@ -104,10 +105,11 @@ def run_speed(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
             taking = [child for engine, child in zip(args.engines, children, strict=True) if engine in whole]
             for prompt in args.prompt:
                 about = {"bench": "vllm-turns", "part": "prefill", "shape": shape, "tokens": prompt}
-                yield from (about | line for line in take_turns(taking, args.turns, prefill_ms(prompt)))
+                yield from (about | line for line in take_turns(taking, shares, args.turns, prefill_ms(prompt)))
             for batch in args.batch:
                 about = {"bench": "vllm-turns", "part": "decode", "shape": shape, "batch": batch, "steps": args.steps}
-                yield from (about | line for line in take_turns(taking, args.turns, decode_ms(batch, args.steps)))
+                work = decode_ms(batch, args.steps)
+                yield from (about | line for line in take_turns(taking, shares, args.turns, work))
 
 
 def time_engine(child: ChildEngine, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -148,13 +150,16 @@ def prefill_ms(prompt: int) -> Work:
     return work
 
 
-def take_turns(children: list[ChildEngine], turns: int, work: Work) -> Iterator[dict[str, Any]]:
-    """Milliseconds of each engine, and how they compare with the first one's."""
+def take_turns(
+    children: list[ChildEngine], shares: list[list[int]], turns: int, work: Work
+) -> Iterator[dict[str, Any]]:
+    """Milliseconds of each engine, and how they compare with the first one's. A host's cores are not equally fast."""
     for child in children:
         work(child)
     times: list[list[float]] = [[] for _ in children]
     for turn in range(turns):
-        for child, its_times in zip(children, times, strict=True):
+        for number, (child, its_times) in enumerate(zip(children, times, strict=True)):
+            child.move_to(shares[(number + turn) % len(shares)])
             its_times.append(work(child))
         say(f"turn {turn}: " + ", ".join(f"{its_times[-1]:.3f} ms" for its_times in times))
     median, least = statistics.median(times[0]), min(times[0])

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,12 @@ class ChildEngine:
 
     def wait_until_ready(self) -> None:
         self._read()
+
+    def move_to(self, cores: list[int]) -> None:
+        """From here on the child's threads run there, those too that were bound to cores of their own."""
+        for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+            with suppress(ProcessLookupError):  # some come and go
+                os.sched_setaffinity(int(thread.name), cores)
 
     def answers(self) -> list[Answer]:
         """Greedy ones to prompts that are the same every time; all of them twice."""
