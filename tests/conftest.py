@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.triton_interpreter import quicken
+
 if not torch.cuda.is_available():
     # Before any kernel is imported: Triton's interpreter runs them on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
+    quicken()
 
 settings.register_profile("explore", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
