@@ -16,9 +16,12 @@ from tests.reference.tokenizer import make_tokenizer
 DEVICES = ["cpu", "cuda"]
 
 
-def save_family(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Writes a tiny random model of ``family`` with a tokenizer to ``folder`` and returns the stock one."""
-    model = make_model(family, dtype)
+def save_family(family: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: int) -> PreTrainedModel:
+    """Writes a tiny random model of ``family`` with a tokenizer to ``folder`` and returns the stock one.
+
+    changes: of its configuration.
+    """
+    model = make_model(family, dtype, **changes)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return model
@@ -49,10 +52,12 @@ def left_padded(batch: int, length: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def saved_family(family: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[PreTrainedModel, Path]]:
+def saved_family(
+    family: str, dtype: torch.dtype = torch.float32, **changes: int
+) -> Iterator[tuple[PreTrainedModel, Path]]:
     """A stock model and the folder that it was saved to."""
     with tempfile.TemporaryDirectory() as folder:
-        yield save_family(family, Path(folder), dtype), Path(folder)
+        yield save_family(family, Path(folder), dtype, **changes), Path(folder)
 
 
 class Streamer:

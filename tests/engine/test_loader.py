@@ -96,7 +96,7 @@ def test_an_interrupted_forward_does_not_block_the_next(folder, monkeypatch):
     with offloaded(folder, device="cpu") as model:
         expected = model(random_ids(1, 3)).logits
         with monkeypatch.context() as patch:
-            patch.setattr("greenroom.experts.host_tier.HostTier.run", interrupted)
+            patch.setattr("greenroom.experts.host_tier.HostTier.run_undecided", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model(random_ids(1, 3))
         assert torch.equal(model(random_ids(1, 3)).logits, expected)

@@ -257,14 +257,19 @@ _KEPT = ("A_log", "dt_bias", "layer_scalar")
 """Parameters whose initial values mean something (time constants of state-space layers)."""
 
 
-def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: int) -> PreTrainedModel:
     """A stock model of ``family`` in eval mode, the same for the same arguments.
+
+    changes: of its configuration.
 
     Its weights are drawn wide enough for routing and logits to depend clearly on the input and on every
     expert; biases, norms and routing corrections are jittered, so that none of them can be lost unseen.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype).eval()
+    config = FAMILIES[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):

@@ -136,7 +136,8 @@ def prefill_stages(tier: DeviceTier, run: Callable[[], None]) -> Stages:
         layer: from one layer's routing to the next one's, by the host's clock, or where the host does not read it from
         one layer's begin to the next one's. waiting: of it, until the routing is on the host; deciding; enqueuing:
         copies, the CPU's job, the GPU's work. On the device's clock, with a GPU: device, from the begin of a layer's
-        experts to the end, and between, to the next layer's. streamed, on_cpu: experts.
+        experts to the end, and between, to the next layer's. streamed, on_cpu: experts; without a GPU the CPU computes
+        those that have a slot, too.
     """
     with _noted(tier) as layers:
         run()
@@ -148,7 +149,7 @@ def prefill_stages(tier: DeviceTier, run: Callable[[], None]) -> Stages:
 @contextmanager
 def _noted(tier: DeviceTier) -> Iterator[list[_Layer]]:
     layers: list[_Layer] = []
-    read, run, complete = tier.read_routing, tier.run, tier.run_complete
+    read, run = tier.read_routing, tier.run
     on_gpu = tier.device.type == "cuda"
 
     def mark(layer: _Layer) -> None:
@@ -173,17 +174,24 @@ def _noted(tier: DeviceTier) -> Iterator[list[_Layer]]:
         layer.ended = time.perf_counter()
         return result
 
-    def timed_complete(batch: LayerBatch) -> torch.Tensor:
-        now = time.perf_counter()
-        layer = _Layer(now, now, now)
-        layers.append(layer)
-        mark(layer)
-        result = complete(batch)
-        mark(layer)
-        layer.ended = time.perf_counter()
-        return result
+    def timed_whole(run_whole: Callable[[LayerBatch], torch.Tensor], on_cpu: bool) -> Any:
+        """Of a layer that the host does not decide."""
 
-    timed: dict[str, Any] = {"read_routing": timed_read, "run": timed_run, "run_complete": timed_complete}
+        def timed(batch: LayerBatch) -> torch.Tensor:
+            now = time.perf_counter()
+            layer = _Layer(now, now, now, on_cpu=len(torch.unique(batch.ids)) if on_cpu else 0)
+            layers.append(layer)
+            mark(layer)
+            result = run_whole(batch)
+            mark(layer)
+            layer.ended = time.perf_counter()
+            return result
+
+        return timed
+
+    timed: dict[str, Any] = {"read_routing": timed_read, "run": timed_run}
+    timed["run_complete"] = timed_whole(tier.run_complete, on_cpu=False)
+    timed["run_undecided"] = timed_whole(tier.run_undecided, on_cpu=True)
     with mock.patch.multiple(tier, **timed):
         yield layers
 

@@ -13,6 +13,13 @@ def configs_of(model: nn.Module) -> list[PretrainedConfig]:
     return list({id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values())
 
 
+def attends_by(module: nn.Module) -> str:
+    """The name of the function by which an attention module attends now."""
+    config: Any = module.config
+    name: str = config._attn_implementation
+    return name
+
+
 @contextmanager
 def attention_named(configs: Iterable[PretrainedConfig], name: str) -> Iterator[None]:
     """Inside, models with these configurations attend through the function that is registered as ``name``."""

@@ -29,9 +29,20 @@ class GrowingLayer(DynamicLayer):
         """Appends keys and values of new tokens, [B, heads, T, dim], and returns all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys, self._key_room = _append(self.keys, self._key_room, key_states)
-        self.values, self._value_room = _append(self.values, self._value_room, value_states)
+        self._grow(key_states, value_states)
+        before = self.keys.shape[2] - key_states.shape[2]
+        self.keys[:, :, before:] = key_states
+        self.values[:, :, before:] = value_states
         return self.keys, self.values
+
+    def grow(self) -> None:
+        """Makes ``keys`` and ``values``, which are there, longer by a token that the caller is to write."""
+        self._grow(self.keys[:, :, :1], self.values[:, :, :1])
+
+    def _grow(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """By as many tokens as there are in tensors like these."""
+        self.keys, self._key_room = _longer(self.keys, self._key_room, key)
+        self.values, self._value_room = _longer(self.values, self._value_room, value)
 
 
 def make_cache(model: PreTrainedModel) -> DynamicCache:
@@ -43,8 +54,8 @@ def make_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def _append(seen: torch.Tensor, room: torch.Tensor | None, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """seen: [B, heads, S, dim], or empty. Returns it with ``new`` behind it, and the tensor that this begins."""
+def _longer(seen: torch.Tensor, room: torch.Tensor | None, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """seen: [B, heads, S, dim], or empty. Returns it with room for ``new`` behind it, and what that is the begin of."""
     before = seen.shape[2] if seen.ndim == new.ndim else 0
     length = before + new.shape[2]
     if room is None or not before or not _begins(seen, room) or room.shape[2] < length:
@@ -52,7 +63,6 @@ def _append(seen: torch.Tensor, room: torch.Tensor | None, new: torch.Tensor) ->
         room = new.new_empty(shape)
         if before:
             room[:, :, :before] = seen
-    room[:, :, before:length] = new
     return room[:, :, :length], room
 
 

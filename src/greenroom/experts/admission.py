@@ -66,12 +66,15 @@ class Admission:
         self._needed[layer, :experts] = counts > 0
         self._admissible[layer, :experts] = chosen > 0
 
-    def record_all(self, ids: np.ndarray, weights: np.ndarray) -> None:
+    def record_all(self, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Takes note of all layers' routing at once, without padding.
 
         Args:
             ids: int32 [layers, T, K], -1 where there is no choice.
             weights: float [layers, T, K].
+
+        Returns:
+            int64 [layers, experts]: pairs of each.
         """
         layers, tokens, top_k = ids.shape
         used = self._count_all(ids)
@@ -82,6 +85,7 @@ class Admission:
         self.usage.record_all(np.minimum(chosen / max(tokens, 1), 1.0))
         self._needed[:] = used > 0
         self._admissible[:] = chosen > 0
+        return used
 
     def end_step(self, cache: ExpertCache) -> list[tuple[int, Swap]]:
         """(layer, swap) for each change to make; forgets the step."""

@@ -54,10 +54,10 @@ class Counters:
         for name, count in counts.items():
             self._counts[layer, COUNTER_NAMES.index(name)] += count
 
-    def add_all(self, **counts: np.ndarray) -> None:
-        """Adds to the named counts of all layers: int [layers] each."""
+    def add_all(self, layers: slice = slice(None), **counts: np.ndarray) -> None:
+        """Adds to the named counts of all layers, or of some: int [layers] each."""
         for name, count in counts.items():
-            self._counts[:, COUNTER_NAMES.index(name)] += count
+            self._counts[layers, COUNTER_NAMES.index(name)] += count
 
     def reset(self) -> None:
         """Sets every count to 0."""

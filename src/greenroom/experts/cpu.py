@@ -21,11 +21,10 @@ from greenroom.experts.formats import ExpertFormat
 from greenroom.experts.job_checks import check_job
 from greenroom.experts.linear import native_linear
 from greenroom.experts.native import Isa, native_format
+from greenroom.experts.sequence import StepSequence
 from greenroom.experts.ticket import Ending, LateJobError, Ticket
 from greenroom.kernels.cpu.library import (
-    NativeAttention,
     NativeJob,
-    NativeLinear,
     NativeMailbox,
     last_error,
     load_library,
@@ -33,8 +32,6 @@ from greenroom.kernels.cpu.library import (
 
 logger = logging.getLogger(__name__)
 
-
-NativeAnyJob = NativeJob | NativeLinear | NativeAttention
 
 _LATE_JOB_S = 5.0
 """Seconds without any progress after which ``close`` leaves a job to itself."""
@@ -150,7 +147,9 @@ class CpuExperts:
             done_value=0 if ending is None else ending.value,
             busy_ns=None if ending is None else ending.busy_ns.data_ptr(),
         )
-        return self._queue(self._library.gr_submit, job, (experts, hidden, ids, weights, out, words, ending, memory))
+        return self._queue(
+            self._library.gr_submit, (ctypes.byref(job),), (experts, hidden, ids, weights, out, words, ending, memory)
+        )
 
     def run(
         self,
@@ -192,7 +191,7 @@ class CpuExperts:
         if out is None:
             out = x.new_empty((*x.shape[:-1], weight.shape[0]))
         job = native_linear(weight, x, bias, out)
-        self._queue(self._library.gr_linear_submit, job, (weight, x, bias, out)).wait()
+        self._queue(self._library.gr_linear_submit, (ctypes.byref(job),), (weight, x, bias, out)).wait()
         return out
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -214,8 +213,19 @@ class CpuExperts:
         """
         out = query.new_empty(query.shape[0], value.shape[-1])
         job = native_attention(query, key, value, scale, out)
-        self._queue(self._library.gr_attention_submit, job, (query, key, value, out)).wait()
+        self._queue(self._library.gr_attention_submit, (ctypes.byref(job),), (query, key, value, out)).wait()
         return out
+
+    def run_sequence(self, sequence: StepSequence, keep: tuple[object, ...]) -> None:
+        """Runs its steps after the jobs that were submitted before; blocks until they are done.
+
+        Args:
+            keep: what they read and write. Only that they make sense by themselves is checked.
+
+        Raises:
+            EngineError: the engine is closed or refuses a step.
+        """
+        self._queue(self._library.gr_sequence_submit, (sequence.native, len(sequence.native)), (sequence, keep)).wait()
 
     def throttle(self, factor: float) -> None:
         """Makes all work take ``factor`` (at least 1) times as long, for tests and benchmarks of slow machines.
@@ -282,13 +292,13 @@ class CpuExperts:
     ) -> None:
         self.close()
 
-    def _queue(self, submit: Callable[..., int], job: NativeAnyJob, keep: tuple[object, ...]) -> Ticket:
+    def _queue(self, submit: Callable[..., int], arguments: tuple[object, ...], keep: tuple[object, ...]) -> Ticket:
         """The ticket of a job that the native ``submit`` has queued. keep: what the job reads and writes."""
         number = ctypes.c_uint64()
         with self._lock:
             if self._handle is None:
                 raise EngineError("the CPU engine is closed")
-            if submit(self._handle, ctypes.byref(job), ctypes.byref(number)):
+            if submit(self._handle, *arguments, ctypes.byref(number)):
                 raise EngineError(last_error(self._library))
             ticket = Ticket(partial(self._settle, number.value), keep, self._watchdog_s)
             self._tickets[number.value] = ticket

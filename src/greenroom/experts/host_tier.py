@@ -8,6 +8,8 @@ from greenroom.experts.cache import SlotWrite
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.dispatch import CostModel, Dispatch, mask_ids
 from greenroom.experts.formats import ALIGNMENT, ExpertFormat
+from greenroom.experts.late_routing import LateRouting
+from greenroom.experts.residency import ABSENT
 from greenroom.experts.store import HostStore
 from greenroom.experts.ticket import LateJobError
 from greenroom.experts.tier import DeviceTier, HostRouting, LayerBatch
@@ -29,6 +31,10 @@ class HostTier(DeviceTier):
         largest = max(store.formats, key=lambda fmt: fmt.block_bytes)
         self._miss_buffers = [_aligned_blocks(miss_expert_num, largest) for _ in range(2)]
         self._next_buffer = 0
+        # Of undecided steps: where each expert lies, by the map that it was made for.
+        self._addresses = [store.addresses(layer) for layer in range(len(store))]
+        self._addressed: np.ndarray | None = None
+        self._late = LateRouting()
         self._landed: list[SlotWrite] = []
 
     @property
@@ -47,14 +53,39 @@ class HostTier(DeviceTier):
         """Copying from memory to memory first never pays: that lane is closed."""
         return CostModel(copy_bytes_per_s=0, cpu_bytes_per_s=1, cpu_flops_per_s=1)
 
+    def has_to_decide(self, costs: CostModel) -> bool:
+        return costs.copy_bytes_per_s > 0
+
+    def begin_step(self, slot_of: np.ndarray) -> None:
+        self._late.drop()
+        if not any(len(slots) for slots in self._slots):
+            return
+        if self._addressed is None or not np.array_equal(self._addressed, slot_of):
+            self._addressed = slot_of.copy()
+            self._addresses = [self._place_experts(layer, row) for layer, row in enumerate(slot_of)]
+
+    def _place_experts(self, layer: int, slot_of: np.ndarray) -> np.ndarray:
+        """uint64 [experts]: in its slot each expert that has one, in the store all others."""
+        addresses = self._store.addresses(layer)
+        resident = np.flatnonzero(slot_of[: len(addresses)] != ABSENT)
+        block_bytes = self._store.formats[layer].block_bytes
+        addresses[resident] = self._slots[layer].data_ptr() + slot_of[resident].astype(np.uint64) * block_bytes
+        return addresses
+
+    def run_undecided(self, batch: LayerBatch) -> torch.Tensor:
+        out = torch.empty(batch.hidden.shape, dtype=torch.float32)
+        self._compute(batch, self._addresses[batch.layer], batch.ids, out)
+        self._late.keep(batch)
+        return out
+
+    def late_routing(self) -> list[tuple[int, HostRouting]]:
+        return self._late.take()
+
     def read_routing(self, batch: LayerBatch) -> HostRouting:
         return HostRouting(batch.ids.numpy(), batch.weights.numpy())
 
     def run(self, batch: LayerBatch, ids: np.ndarray, plan: Dispatch, slot_of: np.ndarray) -> torch.Tensor:
-        fmt = self._store.formats[batch.layer]
-        addresses = self._store.addresses(batch.layer)
-        slots = self._slots[batch.layer]
-        addresses[plan.resident] = slots.data_ptr() + slot_of[plan.resident].astype(np.uint64) * fmt.block_bytes
+        addresses = self._place_experts(batch.layer, slot_of)
         first = np.concatenate([plan.resident, plan.cpu, *plan.streamed[:1]])
         out = self._run_group(batch, ids, first, addresses, plan.streamed[0] if plan.streamed else None)
         for group in plan.streamed[1:]:
@@ -79,13 +110,16 @@ class HostTier(DeviceTier):
                 blocks[position].copy_(self._store.blocks(batch.layer)[expert])
                 addresses[expert] = blocks[position].data_ptr()
         out = torch.empty(batch.hidden.shape, dtype=torch.float32)
-        chosen = mask_ids(ids, experts, len(addresses))
-        memory = (self._store.blocks(batch.layer), self._slots[batch.layer], self._miss_buffers)
+        self._compute(batch, addresses, torch.from_numpy(mask_ids(ids, experts, len(addresses))), out)
+        return out
+
+    def _compute(self, batch: LayerBatch, addresses: np.ndarray, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """The experts ``ids`` of each token, into ``out``."""
+        fmt, memory = self._store.formats[batch.layer], (self._store, self._slots, self._miss_buffers)
         try:
-            self._engine.run(fmt, addresses, batch.hidden, torch.from_numpy(chosen), batch.weights, out, memory=memory)
+            self._engine.run(fmt, addresses, batch.hidden, ids, batch.weights, out, memory=memory)
         except LateJobError as error:
             raise EngineError(f"layer {batch.layer}: {error}") from error
-        return out
 
     def end_step(self) -> None:
         """Steps run to their end before they return; a write may start at once."""

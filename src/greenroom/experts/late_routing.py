@@ -15,7 +15,7 @@ class LateRouting:
     def keep(self, batch: LayerBatch) -> None:
         """Of a layer that runs now. Its routing must not be written to afterwards."""
         # Not the batch: hidden rows of all layers would stay on the device until the step has ended.
-        self._kept.append((batch.layer, batch.ids, batch.weights))
+        self._kept.append((batch.layer, batch.ids.detach(), batch.weights.detach()))
 
     def drop(self) -> None:
         """What was kept is of no interest."""

@@ -51,6 +51,7 @@ class OffloadedExperts:
         self._record = record
         # All its experts are put into the slots of their numbers before the first step, and none ever takes another.
         self.complete = cache.num_slots[layer] == num_experts and tier.takes_complete(layer)
+        self._decided = tier.has_to_decide(costs)
         self.run_instead: RunLayer | None = None
 
     @torch.no_grad()
@@ -77,6 +78,8 @@ class OffloadedExperts:
             return self._tier.run_complete(batch).to(hidden.dtype)
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.float().contiguous()
         batch = LayerBatch(self._layer, inner, ids, weights)
+        if not self._decided:
+            return self._tier.run_undecided(batch).to(hidden.dtype)
         routing = self._tier.read_routing(batch)
         counts = count_pairs(routing.ids, self._num_experts)
         lanes = self._tier.lanes(batch, self._costs)

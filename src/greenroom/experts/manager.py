@@ -182,10 +182,22 @@ class OffloadManager:
 
     def _record_late(self) -> None:
         """Takes note of the layers that the host did not decide."""
-        for layer, routing in self.tier.late_routing():
+        late = self.tier.late_routing()
+        if len(late) == len(self.layers) and self._valid_rows is None and _are_alike(late):
+            ids = np.stack([routing.ids for _, routing in late])
+            self._count_late(slice(None), self.admission.record_all(ids, np.stack([r.weights for _, r in late])))
+            return
+        for layer, routing in late:
             counts = count_pairs(routing.ids, self.store.num_experts[layer])
-            self.counters.add(layer, hits=int(np.count_nonzero(counts)))
             self.admission.record(layer, routing.ids, routing.weights, counts, self._valid_rows)
+            self._count_late(slice(layer, layer + 1), counts[None])
+
+    def _count_late(self, layers: slice, counts: np.ndarray) -> None:
+        """counts: int [layers, experts], pairs of each. Without a decision, what has no slot runs on the CPU."""
+        slot_of = self.cache.slot_of[layers, : counts.shape[1]]
+        hits = np.count_nonzero((counts > 0) & (slot_of != ABSENT), axis=1)
+        misses = np.count_nonzero(counts > 0, axis=1) - hits
+        self.counters.add_all(layers, hits=hits, misses=misses, cpu=misses)
 
     def abandon_step(self) -> None:
         """Closes a step that failed, without learning from it."""
@@ -304,3 +316,9 @@ class OffloadManager:
                 for expert in range(experts):
                     self._start(layer, Swap(expert, expert, ABSENT))
         self.map_landed(wait=True)
+
+
+def _are_alike(late: list[tuple[int, HostRouting]]) -> bool:
+    """Layers in their order, each with as many tokens and choices."""
+    shape = late[0][1].ids.shape
+    return all(layer == number and routing.ids.shape == shape for number, (layer, routing) in enumerate(late))

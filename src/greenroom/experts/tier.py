@@ -41,8 +41,8 @@ class DeviceTier(ABC):
     """Owns cache slots, miss buffers and whatever orders access to them.
 
     A step calls, in this order: ``landed_writes``, ``begin_step``, then per layer ``read_routing``,
-    ``lanes`` and ``run``, or ``run_complete`` alone, then ``end_step``, ``late_routing`` and any number of
-    ``start_write``.
+    ``lanes`` and ``run``, or ``run_complete`` or ``run_undecided`` alone, then ``end_step``, ``late_routing`` and any
+    number of ``start_write``.
     """
 
     device: torch.device
@@ -104,8 +104,22 @@ class DeviceTier(ABC):
         """
         raise NotImplementedError
 
+    def has_to_decide(self, costs: CostModel) -> bool:
+        """Whether it matters which lane an expert takes; if not, ``run_undecided`` takes all layers."""
+        return True
+
+    def run_undecided(self, batch: LayerBatch) -> torch.Tensor:
+        """Computes a layer whose experts all take one way, wherever they lie. Its routing is kept until
+        ``late_routing``, and must not be written to until then.
+
+        Returns:
+            float32 [T, H], as ``run``.
+        """
+        raise NotImplementedError
+
     def late_routing(self) -> list[tuple[int, HostRouting]]:
-        """(layer, routing) of what ``run_complete`` has run in the step that was ended last; waits for its end."""
+        """(layer, routing) of what ``run_complete`` or ``run_undecided`` has run in the step that was ended last; waits
+        for its end."""
         return []
 
     @abstractmethod

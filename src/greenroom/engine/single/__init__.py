@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from greenroom.engine.cache_argument import why_no_plain_cache
 from greenroom.engine.single.attention import SingleAttention
+from greenroom.engine.single.layers import take_layers
 from greenroom.engine.single.linears import take_linears
 from greenroom.engine.single.parts import take_norms, take_rope, take_routers
 from greenroom.engine.single.passes import EnginePass
@@ -29,3 +30,5 @@ def take_single_passes(model: PreTrainedModel, engine: CpuExperts) -> None:
     take_norms(model, engine.isa, passing)
     take_rope(model, engine.isa, passing)
     take_routers(model, engine, passing)
+    if attention is not None:
+        take_layers(model, engine, passing)

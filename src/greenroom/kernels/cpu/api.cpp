@@ -95,6 +95,13 @@ GR_EXPORT int32_t gr_attention_submit(gr_engine *engine, const gr_attention *att
   });
 }
 
+GR_EXPORT int32_t gr_sequence_submit(gr_engine *engine, const gr_step *steps, int32_t count, uint64_t *ticket) {
+  return guarded([&] {
+    *ticket = engine->engine->submit(steps, count);
+    return 0;
+  });
+}
+
 GR_EXPORT void gr_norm(int32_t isa, int32_t dtype, const void *x, const void *weight, void *y, int64_t rows,
                        int32_t width, float epsilon) {
   greenroom::choose_row_kernel(static_cast<gr_isa>(isa), dtype)->norm(x, weight, y, rows, width, epsilon);

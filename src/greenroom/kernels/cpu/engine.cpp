@@ -91,22 +91,53 @@ void Engine::throttle(double factor) {
 
 uint64_t Engine::submit(const gr_job &job) {
   check_job(job);
-  return submit(std::make_shared<Record>(job));
+  const auto record = std::make_shared<Record>(job);
+  return submit(record, record);
 }
 
 uint64_t Engine::submit(const gr_linear &linear) {
-  return submit(std::make_shared<Record>(Linear(linear, kernels_.isa, threads_)));
+  const gr_step step{GR_STEP_LINEAR, 1, &linear};
+  return submit(&step, 1);
 }
 
 uint64_t Engine::submit(const gr_attention &attention) {
-  return submit(std::make_shared<Record>(Attention(attention, kernels_.isa)));
+  const gr_step step{GR_STEP_ATTENTION, 1, &attention};
+  return submit(&step, 1);
 }
 
-uint64_t Engine::submit(std::shared_ptr<Record> record) {
+uint64_t Engine::submit(const gr_step *steps, int32_t count) {
+  if (count < 1) throw std::invalid_argument("a sequence has at least one step, not " + std::to_string(count));
+  const std::shared_ptr<Record> first = record_of(steps[0]);
+  std::shared_ptr<Record> last = first;
+  for (int32_t i = 1; i < count; ++i) last = last->then = record_of(steps[i]);
+  return submit(first, last);
+}
+
+std::shared_ptr<Record> Engine::record_of(const gr_step &step) const {
+  if (step.count < 1 || !step.what || (step.kind == GR_STEP_ATTENTION && step.count > 1))
+    throw std::invalid_argument("a step of a sequence has too little or too much to do");
+  switch (step.kind) {
+    case GR_STEP_LINEAR: {
+      std::vector<Linear> parts;
+      for (int32_t i = 0; i < step.count; ++i)
+        parts.emplace_back(static_cast<const gr_linear *>(step.what)[i], kernels_.isa, threads_);
+      return std::make_shared<Record>(Linears(std::move(parts)));
+    }
+    case GR_STEP_ROWS: {
+      const gr_row *rows = static_cast<const gr_row *>(step.what);
+      return std::make_shared<Record>(Rows({rows, rows + step.count}, kernels_.isa));
+    }
+    case GR_STEP_ATTENTION:
+      return std::make_shared<Record>(Attention(*static_cast<const gr_attention *>(step.what), kernels_.isa));
+    default: throw std::invalid_argument("there is no step of kind " + std::to_string(step.kind));
+  }
+}
+
+uint64_t Engine::submit(std::shared_ptr<Record> first, std::shared_ptr<Record> last) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t ticket = ++tickets_;
-  records_.emplace(ticket, record);
-  enqueue(std::move(record));
+  records_.emplace(ticket, std::move(last));
+  enqueue(std::move(first));
   return ticket;
 }
 
@@ -207,7 +238,8 @@ void Engine::run(uint32_t unit, size_t worker) {
       case Phase::prepare: prepare_slice(); break;
       case Phase::up: plan_.run_up(unit, scratch_[worker]->data()); break;
       case Phase::down: plan_.run_down(unit, scratch_[worker]->data()); break;
-      case Phase::linear: current_->linear->run(unit); break;
+      case Phase::linear: current_->linears.run(unit); break;
+      case Phase::rows: current_->rows.run(); break;
       case Phase::attend: current_->attention->run(unit); break;
     }
   } catch (const std::bad_alloc &) {
@@ -252,7 +284,7 @@ void Engine::publish(Phase phase, uint32_t units) {
 
 // Called by the thread that finished a phase's last unit. Ends by publishing a phase with units in it, or idle.
 void Engine::advance() {
-  const bool one_phase = phase_ == Phase::linear || phase_ == Phase::attend;
+  const bool one_phase = phase_ == Phase::linear || phase_ == Phase::rows || phase_ == Phase::attend;
   if (failed_.load(std::memory_order_relaxed) || one_phase) return finish_job();
   if (phase_ == Phase::prepare && plan_.up_units()) return publish(Phase::up, plan_.up_units());
   if (phase_ != Phase::down && plan_.down_units()) return publish(Phase::down, plan_.down_units());
@@ -264,8 +296,14 @@ void Engine::advance() {
 }
 
 void Engine::finish_job() {
-  const std::shared_ptr<Record> finished = std::move(current_);
+  std::shared_ptr<Record> finished = std::move(current_);
   current_.reset();
+  while (finished->then) {
+    std::shared_ptr<Record> then = std::move(finished->then);
+    if (!failed_.load(std::memory_order_relaxed)) return start_job(std::move(then));
+    then->error.swap(finished->error);
+    finished = std::move(then);
+  }
   Mailboxes *mailboxes = nullptr;
   if (finished->mailbox) {
     mailboxes = &finished->mailbox->owner();  // alive until under_way_ falls below
@@ -301,12 +339,14 @@ void Engine::enqueue(std::shared_ptr<Record> record) {
   start_job(std::move(record));
 }
 
+// By a thread that is alone in having a claim on the phase data.
 void Engine::start_job(std::shared_ptr<Record> record) {
   current_ = std::move(record);
   current_->began = std::chrono::steady_clock::now();
   slice_begin_ = 0;
   failed_.store(false, std::memory_order_relaxed);
-  if (current_->linear) return publish(Phase::linear, current_->linear->units());
+  if (const uint32_t units = current_->linears.units()) return publish(Phase::linear, units);
+  if (current_->rows.any()) return publish(Phase::rows, 1);
   if (current_->attention) return publish(Phase::attend, current_->attention->units());
   publish(Phase::prepare, 1);
 }

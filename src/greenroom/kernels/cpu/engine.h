@@ -35,6 +35,7 @@ class Engine {
   uint64_t submit(const gr_job &job);
   uint64_t submit(const gr_linear &linear);
   uint64_t submit(const gr_attention &attention);
+  uint64_t submit(const gr_step *steps, int32_t count);
 
   // Waits for the job and forgets it: empty when it succeeded, otherwise what went wrong. Nothing if for `limit` none
   // of the engine's work ends; the job may then be waited for again.
@@ -57,7 +58,7 @@ class Engine {
   void close();
 
  private:
-  enum class Phase { prepare, up, down, linear, attend };
+  enum class Phase { prepare, up, down, linear, rows, attend };
 
   struct Claim {
     bool any = false;
@@ -97,7 +98,8 @@ class Engine {
   void advance();
   void prepare_slice();
   void finish_job();
-  uint64_t submit(std::shared_ptr<Record> record);
+  std::shared_ptr<Record> record_of(const gr_step &step) const;
+  uint64_t submit(std::shared_ptr<Record> first, std::shared_ptr<Record> last);
   void enqueue(std::shared_ptr<Record> record);
   void start_job(std::shared_ptr<Record> record);
   void attend(uint64_t seen);

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 11
+#define GR_ABI_VERSION 12
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -102,6 +102,41 @@ typedef struct {
   float scale;
 } gr_attention;
 
+/* What lies between the products of one token, in BF16 or fp32; all but `out` of a store contiguous. Nothing is checked
+ * but kind and dtype.
+ * NORM: x [rows, width], y [width]: the weight; epsilon. TURN: rotary embedding of heads x [rows, width], y, z [width]:
+ * cosines, sines. CHOOSE: x [width]: a router's logits (at most 1024), the `rows` likeliest experts (at most 32), ids:
+ * int32 [rows], out: float [rows], rounded to weights_dtype. STORE: x [rows, width] to out, whose rows are `pitch`
+ * elements apart. ADD: x + y [rows, width], y of y_dtype and rounded first. */
+typedef enum { GR_ROW_NORM = 0, GR_ROW_TURN = 1, GR_ROW_CHOOSE = 2, GR_ROW_STORE = 3, GR_ROW_ADD = 4 } gr_row_kind;
+
+typedef struct {
+  int32_t kind;          /* gr_row_kind */
+  int32_t dtype;         /* GR_BF16 or GR_F32, of x, and of all others but where it says otherwise */
+  const void *x;
+  const void *y;
+  const void *z;
+  void *out;
+  int32_t *ids;
+  int64_t rows;
+  int64_t pitch;
+  int32_t width;
+  int32_t y_dtype;
+  int32_t weights_dtype;
+  int32_t normalise;
+  float epsilon;
+} gr_row;
+
+/* One step of a sequence: `count` products that do not depend on each other, or `count` rows one after another, or one
+ * attention. */
+typedef enum { GR_STEP_LINEAR = 0, GR_STEP_ROWS = 1, GR_STEP_ATTENTION = 2 } gr_step_kind;
+
+typedef struct {
+  int32_t kind;     /* gr_step_kind */
+  int32_t count;    /* at least 1 */
+  const void *what; /* [count] gr_linear, gr_row or gr_attention */
+} gr_step;
+
 typedef struct gr_engine gr_engine;
 
 /* A job that a device posts by itself. The device writes hidden, ids, weights and divided, then stores the number of rows
@@ -154,6 +189,10 @@ int32_t gr_linear_submit(gr_engine *engine, const gr_linear *linear, uint64_t *t
 
 /* The same for *attention. */
 int32_t gr_attention_submit(gr_engine *engine, const gr_attention *attention, uint64_t *ticket);
+
+/* Copies and queues steps that run one behind another, each with all threads, as one job: each may read what those before
+ * it have written. Behind one that fails no other runs. */
+int32_t gr_sequence_submit(gr_engine *engine, const gr_step *steps, int32_t count, uint64_t *ticket);
 
 /* Blocks until the job is done and returns its status. Each ticket is waited for until that, exactly once. *late: 1,
  * and the status 0, if for limit_ms none of the engine's work has ended; the job may be waited for again. */

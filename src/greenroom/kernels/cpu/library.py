@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 _PATH = Path(__file__).with_name("libgreenroom_cpu.so")
 
 
@@ -87,6 +87,33 @@ class NativeAttention(ctypes.Structure):
     ]
 
 
+class NativeRow(ctypes.Structure):
+    """``gr_row``: something between the products of one token. The native side copies the structure."""
+
+    _fields_ = [
+        ("kind", c_int32),
+        ("dtype", c_int32),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("z", c_void_p),
+        ("out", c_void_p),
+        ("ids", c_void_p),
+        ("rows", c_int64),
+        ("pitch", c_int64),
+        ("width", c_int32),
+        ("y_dtype", c_int32),
+        ("weights_dtype", c_int32),
+        ("normalise", c_int32),
+        ("epsilon", c_float),
+    ]
+
+
+class NativeStep(ctypes.Structure):
+    """``gr_step``: a step of a sequence. The native side copies what it points to, and what of it is structures."""
+
+    _fields_ = [("kind", c_int32), ("count", c_int32), ("what", c_void_p)]
+
+
 class NativeMailbox(ctypes.Structure):
     """``gr_mailbox``: a job that a device posts by itself, and the words through which it does."""
 
@@ -130,6 +157,8 @@ def load_library(path: Path = _PATH) -> ctypes.CDLL:
     library.gr_linear_submit.restype = c_int32
     library.gr_attention_submit.argtypes = [c_void_p, POINTER(NativeAttention), POINTER(c_uint64)]
     library.gr_attention_submit.restype = c_int32
+    library.gr_sequence_submit.argtypes = [c_void_p, POINTER(NativeStep), c_int32, POINTER(c_uint64)]
+    library.gr_sequence_submit.restype = c_int32
     _declare_rows(library)
     library.gr_wait.argtypes = [c_void_p, c_uint64, c_int64, POINTER(c_int32)]
     library.gr_wait.restype = c_int32

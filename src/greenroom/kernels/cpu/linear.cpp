@@ -44,4 +44,17 @@ Linear::Linear(const gr_linear &linear, gr_isa isa, uint32_t threads)
 
 void Linear::run(uint32_t unit) const { kernel_->linear(&linear_, unit ? ends_[unit - 1] : 0, ends_[unit]); }
 
+uint32_t Linears::units() const {
+  uint32_t sum = 0;
+  for (const Linear &part : parts_) sum += part.units();
+  return sum;
+}
+
+void Linears::run(uint32_t unit) const {
+  for (const Linear &part : parts_) {
+    if (unit < part.units()) return part.run(unit);
+    unit -= part.units();
+  }
+}
+
 }  // namespace greenroom

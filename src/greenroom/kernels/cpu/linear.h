@@ -1,7 +1,8 @@
-// A product of a few rows with a dense matrix, divided into units of work that threads can take in any order.
+// Products of a few rows with a dense matrix, divided into units of work that threads can take in any order.
 #ifndef GREENROOM_LINEAR_H
 #define GREENROOM_LINEAR_H
 
+#include <utility>
 #include <vector>
 
 #include "isa.h"
@@ -22,6 +23,20 @@ class Linear {
   gr_linear linear_;
   const Kernel *kernel_;
   std::vector<int32_t> ends_;  // of each unit's rows, which begin where those of the unit before end
+};
+
+// Products that do not depend on each other.
+class Linears {
+ public:
+  Linears() = default;
+  explicit Linears(std::vector<Linear> parts) : parts_(std::move(parts)) {}
+
+  uint32_t units() const;  // 0 without any
+
+  void run(uint32_t unit) const;
+
+ private:
+  std::vector<Linear> parts_;
 };
 
 }  // namespace greenroom

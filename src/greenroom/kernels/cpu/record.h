@@ -13,6 +13,7 @@
 #include "greenroom_cpu.h"
 #include "linear.h"
 #include "parking.h"
+#include "rows.h"
 
 namespace greenroom {
 
@@ -24,14 +25,16 @@ struct Record {
     job.format = &format;
     error.reserve(256);  // a sentence about a lack of memory must not need any
   }
-  explicit Record(Linear &&from) : linear(std::move(from)) {}
+  explicit Record(Linears &&from) : linears(std::move(from)) {}
+  explicit Record(Rows &&from) : rows(std::move(from)) {}
   explicit Record(const Attention &from) : attention(from) {}
   Record(const Record &) = delete;
   Record &operator=(const Record &) = delete;
 
   gr_job job{};
   gr_format format{};
-  std::optional<Linear> linear;   // instead of a job, which is all zeros then
+  Linears linears;                // with units: instead of a job, which is all zeros then
+  Rows rows;                      // with any: the same
   std::optional<Attention> attention;  // the same
   std::string error;              // written by workers under the engine's failure mutex, read once the job has ended
   std::chrono::steady_clock::time_point began;  // when its turn came
@@ -39,6 +42,7 @@ struct Record {
   Parking parking;
   Mailbox *mailbox = nullptr;     // who is told of the end instead of wait()
   std::shared_ptr<Record> next;   // while queued
+  std::shared_ptr<Record> then;   // the next step of a sequence; whoever waits for that waits for its last one
 
   // The worker that ended the job: tells a device.
   void raise_done() {
