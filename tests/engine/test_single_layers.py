@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from greenroom.engine.growing_cache import make_cache
 from greenroom.engine.offload import offload_of
@@ -214,6 +214,9 @@ def test_a_batch_a_mask_and_a_strange_cache_go_module_by_module(monkeypatch):
             model(input_ids=ids[:, :11], past_key_values=cache)
             model(input_ids=ids[:, 11:], past_key_values=cache)
             model(input_ids=ids[:1, :1])
+            for cache in (DynamicCache(), DynamicCache(config=model.config)):
+                model(input_ids=ids[:1, :11], past_key_values=cache)
+                model(input_ids=ids[:1, 11:], past_key_values=cache)
             cache, mask = make_cache(model), torch.tensor([[0] * 3 + [1] * 9])
             model(input_ids=ids[:1, :11], attention_mask=mask[:, :11], past_key_values=cache)
             model(input_ids=ids[:1, 11:], attention_mask=mask, past_key_values=cache)

@@ -52,6 +52,7 @@ class LayerJob:
         choices, experts = (0, 0) if parts.router is None else (parts.router.top_k, len(parts.router.weight))
         self.ids, self.weights = torch.empty(1, choices, dtype=torch.int32), torch.empty(1, choices)
         self._logits = _row(experts)
+        self._key_heads, self._value_heads = keys.shape[1::2], values.shape[1::2]
         self._weights = self._read()
         self._addresses = [weight.data_ptr() for weight in self._weights]
         self._head_norms = (
@@ -59,9 +60,10 @@ class LayerJob:
         )
         self._sequence = StepSequence(self._steps(keys, values))
 
-    def is_current(self) -> bool:
-        """Whether the model's weights still lie where the job reads them."""
-        return [weight.data_ptr() for weight in self._weights] == self._addresses
+    def is_current(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether the model's weights still lie where the job reads them, and the cache's heads are as they were."""
+        same = keys.shape[1::2] == self._key_heads and values.shape[1::2] == self._value_heads
+        return same and [weight.data_ptr() for weight in self._weights] == self._addresses
 
     def run(
         self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor

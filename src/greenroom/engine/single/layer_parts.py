@@ -81,6 +81,13 @@ class LayerParts:
     router: Router | None
 
     @property
+    def number(self) -> int:
+        """The layer's, in the cache."""
+        number = self.attention.layer_idx
+        assert isinstance(number, int)
+        return number
+
+    @property
     def head(self) -> int:
         """A head's width."""
         head = self.attention.head_dim
@@ -102,7 +109,9 @@ def layer_parts(layer: nn.Module) -> LayerParts | None:
     """The parts of a layer that looks as if it were of the usual kind, in BF16; None for any other."""
     children: dict[str, Any] = dict(layer.named_children())
     attention = children.get("self_attn")
-    if set(children) != _LAYER or attention is None or not isinstance(getattr(attention, "head_dim", None), int):
+    if set(children) != _LAYER or attention is None:
+        return None
+    if not all(isinstance(getattr(attention, name, None), int) for name in ("layer_idx", "head_dim")):
         return None
     inner: dict[str, Any] = dict(attention.named_children())
     if not _ATTENTION <= set(inner) <= _ATTENTION | _HEAD_NORMS or len(_HEAD_NORMS & set(inner)) == 1:

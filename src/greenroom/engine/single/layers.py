@@ -61,7 +61,7 @@ class SingleLayer:
             call = self._taken(hidden_states, kwargs)
         if call is None:
             return self._own(hidden_states, *args, **kwargs)
-        if self._job is None or not self._job.is_current():
+        if self._job is None or not self._job.is_current(call.cache.keys, call.cache.values):
             return self._try(call, kwargs)
         call.cache.grow()
         self._job.run(call.hidden, call.cache.keys, call.cache.values, call.cosines, call.sines)
@@ -80,15 +80,16 @@ class SingleLayer:
         parts = self._parts
         if kwargs.get("attention_mask") is not None or any(kwargs[name] for name in kwargs.keys() - _KNOWN):
             return None
-        if kwargs.get("position_embeddings") is None:
+        turning = kwargs.get("position_embeddings")
+        if not isinstance(turning, tuple) or len(turning) != 2 or hidden.shape != (1, 1, parts.query.in_features):
             return None
         if attends_by(parts.attention) != ATTENTION or not self._as_it_was():
             return None
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        layer = cache.layers[parts.attention.layer_idx] if cache is not None else None
-        if type(layer) is not GrowingLayer or not layer.is_initialized or layer.keys.ndim != 4:
+        layers = getattr(kwargs.get("cache", kwargs.get("past_key_values")), "layers", ())
+        layer = layers[parts.number] if parts.number < len(layers) else None
+        if type(layer) is not GrowingLayer or not layer.is_initialized or layer.keys.ndim != 4 or len(layer.keys) != 1:
             return None
-        cosines, sines = kwargs["position_embeddings"]
+        cosines, sines = turning
         usual = cosines.shape == sines.shape == (1, 1, parts.head) and cosines.dtype == sines.dtype
         if not usual or not hidden.dtype == cosines.dtype == layer.keys.dtype == torch.bfloat16:
             return None
