@@ -197,6 +197,11 @@ def test_what_is_no_usual_layer():
     with saved_family("qwen3_moe", BF16) as (_, folder), offloaded(folder, device="cpu") as model:
         layer = layers_of(model)[0]
         assert layer_parts(layer) is not None
+        scaling = layer.self_attn.scaling
+        del layer.self_attn.scaling
+        assert layer_parts(layer) is None
+        layer.self_attn.scaling = scaling
+        assert layer_parts(layer) is not None
         layer.add_module("more", nn.Identity())
         assert layer_parts(layer) is None
         del layer.more

@@ -97,8 +97,7 @@ class LayerJob:
         return weights if parts.router is None else [*weights, parts.router.weight]
 
     def _steps(self, keys: torch.Tensor, values: torch.Tensor) -> list[list[NativePart]]:
-        parts, head, scaling = self._parts, self._parts.head, self._parts.attention.scaling
-        assert isinstance(scaling, float)
+        parts, head = self._parts, self._parts.head
         heads = self._turned_query.view(-1, head), keys[0], values[0]
         steps: list[list[NativePart]] = [
             [_norm(parts.before, self.residual, self._input)],
@@ -114,7 +113,7 @@ class LayerJob:
                 store_row(self._turned_key, head),
                 store_row(self._value, values.shape[3]),
             ],
-            [native_attention(*heads, scaling, self._attended)],
+            [native_attention(*heads, parts.scaling, self._attended)],
             [_product(parts.output, self._attended, self._output)],
             [add_row(self.residual, self._output, self.residual), _norm(parts.behind, self.residual, self.normal)],
         ]

@@ -88,6 +88,13 @@ class LayerParts:
         return number
 
     @property
+    def scaling(self) -> float:
+        """Of scores."""
+        scaling = self.attention.scaling
+        assert isinstance(scaling, float)
+        return scaling
+
+    @property
     def head(self) -> int:
         """A head's width."""
         head = self.attention.head_dim
@@ -111,7 +118,8 @@ def layer_parts(layer: nn.Module) -> LayerParts | None:
     attention = children.get("self_attn")
     if set(children) != _LAYER or attention is None:
         return None
-    if not all(isinstance(getattr(attention, name, None), int) for name in ("layer_idx", "head_dim")):
+    known = {"layer_idx": int, "head_dim": int, "scaling": float}
+    if not all(isinstance(getattr(attention, name, None), kind) for name, kind in known.items()):
         return None
     inner: dict[str, Any] = dict(attention.named_children())
     if not _ATTENTION <= set(inner) <= _ATTENTION | _HEAD_NORMS or len(_HEAD_NORMS & set(inner)) == 1:
