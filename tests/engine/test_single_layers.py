@@ -166,17 +166,31 @@ def test_a_part_that_somebody_changes_is_run(change, monkeypatch):
         assert not torch.equal(found, before)
 
 
-def test_weights_that_move(monkeypatch):
+def move_a_weight(layer: nn.Module) -> None:
+    layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data * 2
+
+
+def replace_a_weight(layer: nn.Module) -> None:
+    layer.self_attn.q_norm.weight = nn.Parameter(layer.self_attn.q_norm.weight * 2, requires_grad=False)
+
+
+def add_a_bias(layer: nn.Module) -> None:
+    projection = layer.self_attn.q_proj
+    projection.bias = nn.Parameter(torch.ones(projection.out_features, dtype=BF16), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [move_a_weight, replace_a_weight, add_a_bias])
+def test_weights_that_move(change, monkeypatch):
     with saved_family("qwen3_moe", BF16) as (_, folder), offloaded(folder, device="cpu") as model:
         ids = random_ids(1, 20)
-        decode(model, ids)
-        projection = layers_of(model)[0].self_attn.o_proj
-        projection.weight.data = projection.weight.data * 2
+        before = decode(model, ids)
+        change(layers_of(model)[0])
         with jobs(monkeypatch) as lengths:
             found = decode(model, ids)
         assert len(lengths) == 13 * model.config.num_hidden_layers
         with module_by_module(monkeypatch):
             assert torch.equal(decode(model, ids), found)
+        assert not torch.equal(found, before)
 
 
 def test_a_layer_that_only_seems_to_be_a_usual_one(monkeypatch):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from greenroom.engine.single.layer_parts import LayerParts, Norm
+from greenroom.engine.single.layer_parts import LayerParts, Norm, weight_of
 from greenroom.experts.attention import can_attend, native_attention
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.linear import native_linear
@@ -49,21 +49,18 @@ class LayerJob:
         )
         self._turned_query, self._turned_key = torch.empty_like(self._query), torch.empty_like(self._key)
         self._attended = _row(parts.output.in_features)
-        choices, experts = (0, 0) if parts.router is None else (parts.router.top_k, len(parts.router.weight))
+        choices, experts = (0, 0) if parts.router is None else (parts.router.top_k, len(weight_of(parts.router.module)))
         self.ids, self.weights = torch.empty(1, choices, dtype=torch.int32), torch.empty(1, choices)
         self._logits = _row(experts)
         self._key_heads, self._value_heads = keys.shape[1::2], values.shape[1::2]
-        self._weights = self._read()
-        self._addresses = [weight.data_ptr() for weight in self._weights]
-        self._head_norms = (
-            [] if parts.query_norm is None or parts.key_norm is None else [parts.query_norm, parts.key_norm]
-        )
+        self._addresses = self._weights_now()
+        self._head_norms = [norm for norm in (parts.query_norm, parts.key_norm) if norm is not None]  # both or none
         self._sequence = StepSequence(self._steps(keys, values))
 
     def is_current(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the model's weights still lie where the job reads them, and the cache's heads are as they were."""
         same = keys.shape[1::2] == self._key_heads and values.shape[1::2] == self._value_heads
-        return same and [weight.data_ptr() for weight in self._weights] == self._addresses
+        return same and self._weights_now() == self._addresses
 
     def run(
         self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
@@ -87,14 +84,15 @@ class LayerJob:
         attention.k_position, attention.v_position = keys.stride(2), values.stride(2)
         self._engine.run_sequence(steps, (self, hidden, keys, values, cosines, sines))
 
-    def _read(self) -> list[torch.Tensor]:
-        """All weights that the steps read."""
+    def _weights_now(self) -> list[int]:
+        """Addresses of all weights that the steps read."""
         parts = self._parts
         linears = (parts.query, parts.key, parts.value, parts.output)
         norms = (parts.before, parts.query_norm, parts.key_norm, parts.behind)
         weights = [tensor for part in linears for tensor in (part.weight, part.bias) if tensor is not None]
-        weights += [norm.weight for norm in norms if norm is not None]
-        return weights if parts.router is None else [*weights, parts.router.weight]
+        weights += [weight_of(norm.module) for norm in norms if norm is not None]
+        weights += [] if parts.router is None else [weight_of(parts.router.module)]
+        return [weight.data_ptr() for weight in weights]
 
     def _steps(self, keys: torch.Tensor, values: torch.Tensor) -> list[list[NativePart]]:
         parts, head = self._parts, self._parts.head
@@ -118,7 +116,7 @@ class LayerJob:
             [add_row(self.residual, self._output, self.residual), _norm(parts.behind, self.residual, self.normal)],
         ]
         if (router := parts.router) is not None:
-            steps.append([native_linear(router.weight, self.normal, None, self._logits)])
+            steps.append([native_linear(weight_of(router.module), self.normal, None, self._logits)])
             steps.append([choose_row(self._logits, router.normalise, router.dtype, self.weights, self.ids)])
         return steps
 
@@ -128,7 +126,7 @@ def _row(width: int) -> torch.Tensor:
 
 
 def _norm(norm: Norm, x: torch.Tensor, out: torch.Tensor) -> NativeRow:
-    return norm_row(x, norm.weight, norm.epsilon, out)
+    return norm_row(x, weight_of(norm.module), norm.epsilon, out)
 
 
 def _product(layer: nn.Linear, x: torch.Tensor, out: torch.Tensor) -> NativeLinear:

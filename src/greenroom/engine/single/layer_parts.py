@@ -22,12 +22,6 @@ class Norm:
     module: nn.Module
     epsilon: float
 
-    @property
-    def weight(self) -> torch.Tensor:
-        weight = self.module.weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
-
 
 @dataclass(frozen=True)
 class Router:
@@ -38,12 +32,6 @@ class Router:
     top_k: int
     normalise: bool
     dtype: torch.dtype
-
-    @property
-    def weight(self) -> torch.Tensor:
-        weight = self.module.weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
 
 
 @dataclass(frozen=True)
@@ -110,6 +98,13 @@ class LayerParts:
             for parent in parents
             for name, module in parent.named_children()
         }
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight that a norm, router or dense layer has now."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 def layer_parts(layer: nn.Module) -> LayerParts | None:
