@@ -125,18 +125,23 @@ def test_every_token_of_a_batch_is_counted_once(mixtral):
     _, model = mixtral
     runner, manager = make(model), offload_of(model).manager
     routed: list[int] = []
-    record = manager.admission.record
+    admission = manager.admission
+    record, record_all = admission.record, admission.record_all
 
     def counting(layer, ids, weights, counts, valid):
         routed.append(int(counts.sum()))
         assert valid is None
         record(layer, ids, weights, counts, valid)
 
-    manager.admission.record = counting
+    def counting_all(ids, weights):
+        routed.extend(int((layer >= 0).sum()) for layer in ids)
+        return record_all(ids, weights)
+
+    admission.record, admission.record_all = counting, counting_all
     try:
         runner.run([SequenceChunk([5], 0, [0]), SequenceChunk([5, 6, 7], 0, [1]), SequenceChunk([8] * 6, 0, [2, 3])])
     finally:
-        del manager.admission.record
+        del admission.record, admission.record_all
     assert routed == [10 * 2] * 2  # tokens, choices; layers
     runner.close()
 
