@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from greenroom.engine.cache_argument import cache_argument
 from greenroom.engine.growing_cache import make_cache
 from greenroom.engine.offload import offload_of
 from greenroom.engine.single.layer_parts import layer_parts
@@ -35,14 +37,16 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield lengths
 
 
+def forward(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, **more: Any) -> Any:
+    return model(input_ids=ids, **{cache_argument(model): cache}, **more)
+
+
 @torch.no_grad()
 def decode(model: PreTrainedModel, ids: torch.Tensor, prompt: int = 7) -> torch.Tensor:
     """Logits of each token behind the prompt, which are decoded one by one: [tokens, vocabulary]."""
     cache = make_cache(model)
-    model(input_ids=ids[:, :prompt], past_key_values=cache)
-    rows = [
-        model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(prompt, ids.shape[1])
-    ]
+    forward(model, ids[:, :prompt], cache)
+    rows = [forward(model, ids[:, i : i + 1], cache).logits[0, -1] for i in range(prompt, ids.shape[1])]
     return torch.stack(rows)
 
 
@@ -114,11 +118,11 @@ def test_a_cache_that_is_cut_and_grows_beyond_its_room(monkeypatch):
         @torch.no_grad()
         def run() -> torch.Tensor:
             cache, rows = make_cache(model), []
-            model(input_ids=ids[:, :3], past_key_values=cache)
+            forward(model, ids[:, :3], cache)
             for begin, end in ((3, 160), (20, 40)):
                 if begin < cache.get_seq_length():
                     cache.crop(begin - cache.get_seq_length())
-                rows += [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(begin, end)]
+                rows += [forward(model, ids[:, i : i + 1], cache).logits for i in range(begin, end)]
             return torch.cat(rows)
 
         with module_by_module(monkeypatch):
@@ -230,15 +234,15 @@ def test_a_batch_a_mask_and_a_strange_cache_go_module_by_module(monkeypatch):
         ids = random_ids(2, 12)
         with jobs(monkeypatch) as lengths:
             cache = make_cache(model)
-            model(input_ids=ids[:, :11], past_key_values=cache)
-            model(input_ids=ids[:, 11:], past_key_values=cache)
+            forward(model, ids[:, :11], cache)
+            forward(model, ids[:, 11:], cache)
             model(input_ids=ids[:1, :1])
             for cache in (DynamicCache(), DynamicCache(config=model.config)):
-                model(input_ids=ids[:1, :11], past_key_values=cache)
-                model(input_ids=ids[:1, 11:], past_key_values=cache)
+                forward(model, ids[:1, :11], cache)
+                forward(model, ids[:1, 11:], cache)
             cache, mask = make_cache(model), torch.tensor([[0] * 3 + [1] * 9])
-            model(input_ids=ids[:1, :11], attention_mask=mask[:, :11], past_key_values=cache)
-            model(input_ids=ids[:1, 11:], attention_mask=mask, past_key_values=cache)
+            forward(model, ids[:1, :11], cache, attention_mask=mask[:, :11])
+            forward(model, ids[:1, 11:], cache, attention_mask=mask)
             model.generate(ids[:1, :5], max_new_tokens=3, do_sample=False)
         assert lengths == []
 
@@ -249,8 +253,8 @@ def test_hidden_states_and_router_logits_are_those_of_the_modules(monkeypatch):
         ids, results = random_ids(1, 12), []
         for wanted in ({"output_hidden_states": True}, {"output_router_logits": True}):
             cache = make_cache(model)
-            model(input_ids=ids[:, :11], past_key_values=cache)
-            results.append(model(input_ids=ids[:, 11:], past_key_values=cache, **wanted))
+            forward(model, ids[:, :11], cache)
+            results.append(forward(model, ids[:, 11:], cache, **wanted))
         assert len(results[0].hidden_states) == model.config.num_hidden_layers + 1
         assert not torch.equal(results[0].hidden_states[1], results[0].hidden_states[2])
         assert [logits.shape[0] for logits in results[1].router_logits] == [1] * model.config.num_hidden_layers
@@ -261,7 +265,7 @@ def test_a_closed_engine_says_so_and_the_cache_can_be_dropped():
     with saved_family("qwen3_moe", BF16) as (_, folder), offloaded(folder, device="cpu") as model:
         cache, ids = make_cache(model), random_ids(1, 9)
         for begin, end in ((0, 7), (7, 8)):
-            model(input_ids=ids[:, begin:end], past_key_values=cache)
+            forward(model, ids[:, begin:end], cache)
         offload_of(model).engine.close()
         with pytest.raises(EngineError, match="closed"):
-            model(input_ids=ids[:, 8:], past_key_values=cache)
+            forward(model, ids[:, 8:], cache)
