@@ -6,7 +6,8 @@ speed ENGINE...  all engines start at once, since a start takes a minute, and ar
                  some runs. Engines: stock (all on the GPU), uva (experts in host memory by vLLM's own means),
                  plugin:SLOTS (so many experts of each layer on the GPU), plugin:SLOTS:GPUS (tensor parallel).
                  With --turns those that keep all experts on one GPU then decode and prefill by turns, each with some of
-                 the cores, which go round from turn to turn: two stock ones show how far figures stray.
+                 the cores, which go round from turn to turn: two stock ones show how far figures stray. What their
+                 decode steps do is counted, too: calls of Python functions, kernels, and the time of these.
 tokens           greedy tokens in float32: stock on one GPU, then the plugin for each number of slots. Exit status 1 if
                  a text parts from stock's where that holds its own token for clearly likelier: some of vLLM's kernels
                  compute float32 in TF32, so as good as equal ones may change places.
@@ -47,6 +48,9 @@ CLOSE = 0.05
 
 PREFILLS = 5
 """Prompts of a turn."""
+
+WORK_STEPS = 50
+"""In which what a step does is counted."""
 
 KV_BYTES = 1 << 30
 """Of engines that start at once; more than any of the requests needs."""
@@ -110,6 +114,8 @@ def run_speed(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
                 about = {"bench": "vllm-turns", "part": "decode", "shape": shape, "batch": batch, "steps": args.steps}
                 work = decode_ms(batch, args.steps)
                 yield from (about | line for line in take_turns(taking, shares, args.turns, work))
+                about = {"bench": "vllm-work", "part": "decode", "shape": shape, "batch": batch, "steps": WORK_STEPS}
+                yield from (about | {"mode": child.name} | child.work(batch, WORK_STEPS) for child in taking)
 
 
 def time_engine(child: ChildEngine, args: argparse.Namespace) -> Iterator[dict[str, Any]]:

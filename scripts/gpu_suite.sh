@@ -85,7 +85,7 @@ if wanted sanitizer; then
   sanitize racecheck "$few"
 fi
 if [ "$what" = vllm ]; then
-  limit=500 script compare_vllm speed uva plugin:0 stock plugin:128 stock --turns 11 --fast-dummy
+  limit=500 script compare_vllm speed uva plugin:0 stock plugin:128 stock --turns 30 --fast-dummy
 fi
 if [ "$what" = two-gpus ]; then
   limit=300 script vllm_over_http --fast-dummy

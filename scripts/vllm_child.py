@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_engines import claim_stdout, generate, open_engine, random_prompts, timed, vocabulary_size
+from vllm_engines import claim_stdout, generate, open_engine, random_prompts, step_work, timed, vocabulary_size
 
 TEXT_LENGTHS = (2, 3, 5, 8, 13, 17, 26, 34, 47, 61, 75)
 """Tokens of the prompts whose answers are compared."""
@@ -71,6 +71,11 @@ class ChildEngine:
         self._send(f"time {batch} {prompt} {tokens}")
         return float(self._read())
 
+    def work(self, batch: int, steps: int) -> dict[str, float]:
+        """What a decode step of ``batch`` sequences does, by so many ``steps``; see ``step_work``."""
+        self._send(f"work {batch} {steps}")
+        return dict(self._read())
+
     def close(self) -> None:
         """Ends the process; idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
@@ -111,8 +116,8 @@ def answer(llm: Any, vocabulary: int, command: str) -> Any:
     if name == "answers":
         prompts = random_prompts(list(TEXT_LENGTHS), vocabulary, seed=3)
         return [asdict(Answer(*pair)) for _ in range(2) for pair in generate(llm, prompts, TEXT_TOKENS, LIKELIEST)]
-    assert name == "time"
-    return timed(llm, vocabulary, *map(int, numbers))
+    run = {"time": timed, "work": step_work}[name]
+    return run(llm, vocabulary, *map(int, numbers))
 
 
 def main() -> int:

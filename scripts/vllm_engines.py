@@ -1,5 +1,6 @@
 """What the scripts that run vLLM share: a model folder, plugins, arguments of engines, and how requests are timed."""
 
+import cProfile
 import os
 import random
 import sys
@@ -192,6 +193,29 @@ def timed(llm: Any, vocabulary: int, batch: int, prompt: int, tokens: int) -> fl
     started = time.perf_counter()
     generate(llm, prompts, tokens)
     return time.perf_counter() - started
+
+
+def step_work(llm: Any, vocabulary: int, batch: int, steps: int) -> dict[str, float]:
+    """What one decode step of ``batch`` sequences does: ``calls`` of Python functions in the thread that asks, and the
+    device's ``kernels`` and their ``device_us``. Unlike seconds, the first two do not depend on the machine's mood."""
+    longer, shorter = (_work(llm, vocabulary, batch, 1 + count) for count in (steps, 0))
+    return {name: round((longer[name] - shorter[name]) / steps, 2) for name in longer}
+
+
+def _work(llm: Any, vocabulary: int, batch: int, tokens: int) -> dict[str, float]:
+    """Of all steps."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with cProfile.Profile() as calls:
+        timed(llm, vocabulary, batch, PROMPT, tokens)
+    work: dict[str, float] = {"calls": sum(entry.callcount for entry in calls.getstats())}
+    if torch.cuda.is_available():
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            timed(llm, vocabulary, batch, PROMPT, tokens)
+        kernels = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        work |= {"kernels": len(kernels), "device_us": sum(event.device_time for event in kernels)}
+    return work
 
 
 def measured_with(commit: str | None) -> dict[str, Any]:
