@@ -1,36 +1,86 @@
-"""Triton's interpreter, which stands in for a GPU, without two things that take half of its time and change nothing."""
+"""Triton's interpreter, which stands in for a GPU, without what takes most of its time and changes nothing."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 
 def quicken() -> None:
-    """Does nothing where there is no Triton.
-
-    For every call of a kernel and of each of its functions it looks through ``triton.language`` for the builtins: here
-    these are found once. And for every sum of integers it computes whether it overflows, which nobody looks at unless
-    it debugs.
-    """
+    """Does nothing where there is no Triton."""
     try:
         import triton.language as tl
         from triton.runtime import interpreter
     except ImportError:
         return
+    _find_builtins_once(tl, interpreter)
+    _patch_language_once(tl, interpreter)
+    _remember_types(tl, interpreter)
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        # For every sum of integers it would compute whether it overflows, which nobody looks at unless it debugs.
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _find_builtins_once(tl: ModuleType, interpreter: Any) -> None:
+    """For every kernel it looks through ``triton.language`` for builtins."""
     packages = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
-    builtins = {package: _builtins_of(package, tl.core.is_builtin) for package in packages}
+    is_builtin: Callable[[Any], bool] = tl.core.is_builtin
+    builtins = {
+        package: [name for name, member in inspect.getmembers(package) if is_builtin(member)] for package in packages
+    }
 
     def patch_builtins(package: Any, *rest: Any) -> None:
         for name in builtins[package]:
             member = getattr(package, name)
-            if tl.core.is_builtin(member):
+            if is_builtin(member):
                 interpreter._patch_attr(package, name, member, *rest)
 
     interpreter._patch_builtin = patch_builtins
-    builder = interpreter.interpreter_builder
-    if not builder.options.debug:
-        builder.options = replace(builder.options, sanitize_overflow=False)
 
 
-def _builtins_of(package: Any, is_builtin: Any) -> list[str]:
-    return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+def _patch_language_once(tl: ModuleType, interpreter: Any) -> None:
+    """It replaces the builtins for a kernel, and would again for each call of a function in it."""
+    patch_all = interpreter._patch_lang
+    is_builtin: Callable[[Any], bool] = tl.core.is_builtin
+
+    def patch_language(function: Any) -> Any:
+        seen = [value for value in (function.__globals__.get("tl"), function.__globals__.get("core")) if value]
+        if seen and not any(is_builtin(language.load) for language in seen):
+            return interpreter._LangPatchScope()
+        return patch_all(function)
+
+    interpreter._patch_lang = patch_language
+
+
+def _remember_types(tl: ModuleType, interpreter: Any) -> None:
+    """It makes the types of every intermediate result anew, though there are only so many."""
+    core, init_block, init_tensor = tl.core, tl.core.block_type.__init__, tl.core.tensor.__init__
+    find_dtype = interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        self.__dict__.update(blocks[key])
+        self.element_ty = element_ty
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            init_tensor(self, handle, type)
+            shapes[key] = {"shape": self.shape, "numel": self.numel}
+        self.__dict__.update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+
+    def get_dtype(type: Any) -> Any:
+        if type.name not in dtypes:
+            dtypes[type.name] = find_dtype(type)
+        return dtypes[type.name]
+
+    core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
+    interpreter._get_np_dtype = get_dtype

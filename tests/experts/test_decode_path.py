@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from greenroom import hardware
+from greenroom.experts import expert_launches
 from greenroom.experts.cpu import CpuExperts
 from greenroom.experts.cuda_tier import CudaTier
 from greenroom.experts.decode_path import DecodePath
@@ -27,6 +28,9 @@ from tests.reference.expert_math import moe_float64
 
 pytest.importorskip("triton")
 
+from greenroom.kernels.gpu.tiling import choose_tilings  # noqa: E402
+from tests.reference.interpreted import few_large_tiles  # noqa: E402
+
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SILU = Activation(ActivationKind.SILU)
 FORMATS = {
@@ -41,6 +45,11 @@ FORMATS = {
     "relu2, clamped": ExpertFormat(40, 24, torch.float32, Activation(ActivationKind.RELU2, limit=0.5), gated=False),
 }
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    few_large_tiles(monkeypatch)
 
 
 @contextmanager
@@ -129,6 +138,17 @@ def test_every_lane_equals_float64(name, tokens, slots, streamed):
         total = manager.counters.total()
         assert total.streamed == 0 if streamed == 0 else total.streamed > 0
         assert (total.cpu == 0) == (streamed == 10 or slots == 10)
+
+
+@pytest.mark.parametrize("name", ["bf16", "odd sizes", "clamped swiglu, biases"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_tiles_of_a_gpu_compute_the_same(name, tokens, monkeypatch):
+    monkeypatch.setattr(expert_launches, "choose_tilings", choose_tilings)
+    fmt = FORMATS[name]
+    with decode(fmt, 6, 2, tokens, 4) as (manager, steps):
+        steps.split = only(5, 6)
+        batch = random_batch(fmt, 6, tokens, 4)
+        check(run(steps, tokens, 0, batch), batch, manager, tokens)
 
 
 class Parts(SplitController):
