@@ -1,10 +1,13 @@
-"""Triton's interpreter, which stands in for a GPU, without what takes most of its time and changes nothing."""
+"""Triton's interpreter, which stands in for a GPU: without what takes most of its time and changes nothing, and with
+bfloat16 rounded as GPUs do it."""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 
 def quicken() -> None:
@@ -17,6 +20,7 @@ def quicken() -> None:
     _find_builtins_once(tl, interpreter)
     _patch_language_once(tl, interpreter)
     _remember_types(tl, interpreter)
+    _round_to_nearest(interpreter)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         # For every sum of integers it would compute whether it overflows, which nobody looks at unless it debugs.
@@ -70,17 +74,39 @@ def _remember_types(tl: ModuleType, interpreter: Any) -> None:
         self.__dict__.update(blocks[key])
         self.element_ty = element_ty
 
-    def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        key = tuple(type.shape) if type.is_block() else ()
+    def make_tensor(self: Any, handle: Any, its_type: Any) -> None:
+        key = tuple(its_type.shape) if its_type.is_block() else ()
         if key not in shapes:
-            init_tensor(self, handle, type)
+            init_tensor(self, handle, its_type)
             shapes[key] = {"shape": self.shape, "numel": self.numel}
-        self.__dict__.update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+        self.__dict__.update(shapes[key], handle=handle, type=its_type, dtype=its_type.scalar)
 
-    def get_dtype(type: Any) -> Any:
-        if type.name not in dtypes:
-            dtypes[type.name] = find_dtype(type)
-        return dtypes[type.name]
+    def get_dtype(its_type: Any) -> Any:
+        if its_type.name not in dtypes:
+            dtypes[its_type.name] = find_dtype(its_type)
+        return dtypes[its_type.name]
 
     core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
     interpreter._get_np_dtype = get_dtype
+
+
+def _round_to_nearest(interpreter: Any) -> None:
+    """It rounds float32 to bfloat16 towards zero, and converts either way bit by bit."""
+    convert_bits = interpreter._convert_float
+    towards_zero = interpreter._ir.ROUNDING_MODE.RTZ
+
+    def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return data.astype(np.uint32) << 16
+        if (source.name, target.name) == ("fp32", "bf16") and rounding != towards_zero:
+            return _nearest_bfloat16(data.view(np.uint32))
+        return convert_bits(data, source, target, rounding)
+
+    interpreter._convert_float = convert
+
+
+def _nearest_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """uint16 of float32's ``bits``, uint32: ties to even; what is no number stays none."""
+    no_number = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(no_number, (bits >> 16) | 0x40, rounded).astype(np.uint16)

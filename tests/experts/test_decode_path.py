@@ -28,8 +28,8 @@ from tests.reference.expert_math import moe_float64
 
 pytest.importorskip("triton")
 
-from greenroom.kernels.gpu.tiling import choose_tilings  # noqa: E402
-from tests.reference.interpreted import few_large_tiles  # noqa: E402
+from greenroom.kernels.gpu.tiling import choose_tilings
+from tests.reference.interpreted import few_large_tiles
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SILU = Activation(ActivationKind.SILU)
