@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from greenroom.engine import single
 from greenroom.engine.attach import RoutedExperts
 from greenroom.engine.batch import BatchRunner, SequenceChunk
 from greenroom.engine.offload import offload_of
@@ -20,6 +21,23 @@ from tests.engine.offloaded import offloaded, random_ids, saved_family
 from tests.reference.families import FAMILIES
 
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=[True, False], ids=["torch has kernels", "torch has none"])
+def has_kernels(request, monkeypatch):
+    """Whether torch has kernels for BF16 on this processor, by its own account."""
+    monkeypatch.setattr(single, "torch_multiplies_bfloat16", lambda: request.param)
+    return request.param
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    monkeypatch.setattr(single, "torch_multiplies_bfloat16", lambda: True)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(single, "torch_multiplies_bfloat16", lambda: False)
 
 
 @contextmanager
@@ -71,6 +89,7 @@ def rows_of_dense_layers(model: nn.Module) -> Iterator[list[int]]:
 
 # With and without biases, with shared experts, with latent attention.
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.usefixtures("with_kernels")
 @torch.no_grad()
 def test_a_token_alone_goes_through_the_engine_and_nothing_else_does(family, monkeypatch):
     with saved_family(family, BF16) as (_, folder), offloaded(folder, device="cpu") as model:
@@ -88,6 +107,44 @@ def test_a_token_alone_goes_through_the_engine_and_nothing_else_does(family, mon
         experts = sum(isinstance(module, RoutedExperts) for module in model.modules())
         routers = experts if family in ("qwen3_moe", "qwen2_moe") else 0
         assert len(shapes) == rows.count(1) + routers > 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.usefixtures("without_kernels")
+@torch.no_grad()
+def test_without_kernels_of_torchs_the_engine_multiplies_every_dense_layer_of_every_pass(family, monkeypatch):
+    with (
+        saved_family(family, BF16) as (_, folder),
+        offloaded(folder, device="cpu") as model,
+        packing_runner(model) as runner,
+        rows_of_dense_layers(model) as rows,
+    ):
+        routers = sum(isinstance(module, RoutedExperts) for module in model.modules())
+        for by_chunks in (False, True):
+            rows.clear()
+            with counted(monkeypatch) as shapes:
+                if by_chunks:
+                    runner.run([SequenceChunk([5, 6, 7], 0, (0,)), SequenceChunk([9, 4], 0, (1,))])
+                else:
+                    model(input_ids=random_ids(2, 7))
+            # Softmax routers are no plain dense layers, and the engine's only where choices are made by rows.
+            more = routers if by_chunks and family in ("qwen3_moe", "qwen2_moe") else 0
+            assert len(shapes) == len(rows) + more > 4
+        with counted(monkeypatch) as shapes, torch.enable_grad():
+            model(input_ids=random_ids(2, 7))
+        assert shapes == []
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@torch.no_grad()
+def test_a_prompts_logits_are_as_near_to_float32_as_torchs(family):
+    with saved_family(family, BF16) as (stock, folder), offloaded(folder, device="cpu") as model:
+        exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        ids = random_ids(2, 45)
+        expected = exact(input_ids=ids).logits.double()
+        errors = [float((of(input_ids=ids).logits.double() - expected).norm()) for of in (stock, model)]
+        assert errors[1] <= 1.1 * errors[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -119,6 +176,7 @@ def packing_runner(model: PreTrainedModel) -> Iterator[BatchRunner]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.usefixtures("with_kernels")
 def test_of_packed_sequences_the_engine_takes_the_head_alone(family, monkeypatch):
     with (
         saved_family(family, BF16) as (_, folder),
@@ -136,6 +194,7 @@ def test_of_packed_sequences_the_engine_takes_the_head_alone(family, monkeypatch
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "gemma4", "deepseek_v3"])
+@pytest.mark.usefixtures("has_kernels")
 def test_a_packed_token_is_the_same_to_the_bit_however_it_is_served(family):
     """Alone, beside other single tokens, beside a prompt; and at the end of its own prompt, in one pass with it."""
     prompt, other = [5, 6, 7, 11, 2], [9, 4, 1]
@@ -236,6 +295,30 @@ def test_torch_has_its_threads_back():
         torch.set_num_threads(before)
 
 
+def test_torch_works_on_one_thread_where_little_is_left_to_it(has_kernels):
+    """Packed passes of few tokens and keys."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with saved_family("qwen3_moe", BF16) as (_, folder), offloaded(folder, device="cpu") as model:
+            seen = []
+            model.lm_head.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+            runner = make_runner(model, max_tokens=2100, max_context=2100, num_blocks=140, block_size=16)
+            blocks = tuple(range(132))
+            seen.clear()  # of what found out how the model caches
+            runner.run([SequenceChunk([5] * 32, 0, blocks)])
+            runner.run([SequenceChunk([5] * 33, 0, blocks)])
+            runner.run([SequenceChunk([5] * 2047, 0, blocks)])
+            runner.run([SequenceChunk([6], 2047, blocks)])
+            runner.run([SequenceChunk([7], 2048, blocks)])
+            runner.close()
+        assert seen == ([2] * 5 if has_kernels else [1, 2, 2, 1, 2])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("with_kernels")
 @torch.no_grad()
 def test_a_pass_that_was_interrupted_leaves_nothing_behind(monkeypatch):
     with saved_family("qwen3_moe", BF16) as (_, folder), offloaded(folder, device="cpu") as model:

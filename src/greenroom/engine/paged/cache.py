@@ -52,6 +52,11 @@ class PagedBatch:
     gather: torch.Tensor | None
     spans: tuple[Span, ...]
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Tokens, and keys that attention gets."""
+        return len(self.slots), len(self.slots if self.gather is None else self.gather)
+
 
 def block_bytes(shapes: Sequence[KvShape], block_size: int) -> int:
     """Bytes of one block in all layers."""

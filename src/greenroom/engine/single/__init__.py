@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from greenroom.engine.cache_argument import why_no_plain_cache
 from greenroom.engine.single.attention import SingleAttention
 from greenroom.engine.single.layers import take_layers
-from greenroom.engine.single.linears import take_linears
+from greenroom.engine.single.linears import take_linears, torch_multiplies_bfloat16
 from greenroom.engine.single.parts import take_norms, take_rope, take_routers
 from greenroom.engine.single.passes import EnginePass
 from greenroom.experts.cpu import CpuExperts
@@ -25,7 +25,7 @@ def take_single_passes(model: PreTrainedModel, engine: CpuExperts) -> None:
     """
     # Models with other caches ask for sdpa by its name in places.
     attention = SingleAttention(model, engine) if why_no_plain_cache(model) is None else None
-    passing = EnginePass(model, attention)
+    passing = EnginePass(model, attention, multiply_all=not torch_multiplies_bfloat16())
     take_linears(model, engine, passing)
     take_norms(model, engine.isa, passing)
     take_rope(model, engine.isa, passing)

@@ -84,7 +84,7 @@ def _route(
     if not passing.active or hidden_states.dtype != weight.dtype:
         return own(hidden_states)
     rows = hidden_states.reshape(-1, weight.shape[1]).contiguous()
-    by_engine = passing.single and weight.dtype == torch.bfloat16
+    by_engine = passing.multiplies(rows) and weight.dtype == torch.bfloat16
     logits = engine.linear(weight, rows) if by_engine else F.linear(rows, weight)
     weights, ids = choose(engine.isa, logits, top_k, normalise)
     return logits, weights.to(dtype), ids
