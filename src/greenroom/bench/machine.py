@@ -12,19 +12,26 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from greenroom import hardware
+from greenroom import hardware, numa
 from greenroom.bench.bandwidth import measure_bandwidth
-from greenroom.bench.experts import run_expert_benchmark
 from greenroom.bench.result import cpu_name
+from greenroom.bench.synthetic import fill_with_noise
+from greenroom.engine.single.linears import torch_multiplies_bfloat16
 from greenroom.engine.speed import Rates
 from greenroom.errors import ConfigError
+from greenroom.experts.cpu import CpuExperts
+from greenroom.experts.formats import Activation, ActivationKind, ExpertFormat
+from greenroom.experts.native import Isa
+from greenroom.experts.store import HostStore
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 """Of what is measured, so that older files are measured again."""
 
 _REPEATS = 5
+
+_CPU = torch.device("cpu")
 
 FLOP_PER_BYTE = 45
 """Of a CPU that was not measured: what its cores compute while they read one byte. 49 and 45 on two Xeons with AMX."""
@@ -110,21 +117,37 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
 
 def _measure(on_gpu: bool, threads: int | None) -> Rates:
     lanes = measure_bandwidth(threads)
-    large = run_expert_benchmark(hidden=2048, inter=768, experts=16, topk=4, tokens=256, threads=threads, repeats=5)
-    device = torch.device("cuda" if on_gpu else "cpu")
     cpu = lanes.cpu_together if on_gpu else lanes.cpu_alone
     assert cpu is not None
-    return Rates(
-        cpu_gb_s=cpu,
-        cpu_tflop_s=large.tflop_s,
-        pcie_gb_s=lanes.copy_together if on_gpu else None,
-        dense_gb_s=_dense_gb_s(device),
-        dense_tflop_s=_dense_tflop_s(device),
-        source="measured",
-    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    count, cores = hardware.engine_cores(threads, beside_gpu=on_gpu)
+    # As ``load`` would make it.
+    with CpuExperts(count, cores, Isa.AUTO, batch_invariant=not on_gpu, callers_help=not on_gpu) as engine:
+        return Rates(
+            cpu_gb_s=cpu,
+            cpu_tflop_s=_expert_tflop_s(engine),
+            pcie_gb_s=lanes.copy_together if on_gpu else None,
+            dense_gb_s=_dense_gb_s(device, engine),
+            dense_tflop_s=_dense_tflop_s(device, engine),
+            source="measured",
+        )
 
 
-def _dense_gb_s(device: torch.device) -> float:
+def _expert_tflop_s(engine: CpuExperts) -> float:
+    """Of a batch with 64 tokens an expert."""
+    experts, top_k, tokens = 16, 4, 256
+    fmt = ExpertFormat(2048, 768, torch.bfloat16, Activation(ActivationKind.SILU))
+    hidden, out = torch.randn(tokens, fmt.hidden).to(fmt.dtype), torch.empty(tokens, fmt.hidden)
+    ids = torch.rand(tokens, experts).topk(top_k).indices.to(torch.int32)
+    weights = torch.rand(tokens, top_k)
+    with HostStore([fmt], [experts], homes=numa.engine_homes()) as store:
+        fill_with_noise(store, seed=0)
+        addresses = store.addresses(0)
+        seconds = _seconds(lambda: engine.run(fmt, addresses, hidden, ids, weights, out), _CPU)
+    return fmt.flops(tokens * top_k) / seconds / 1e12
+
+
+def _dense_gb_s(device: torch.device, engine: CpuExperts) -> float:
     """On a GPU a large copy, both directions counted; on a CPU a matrix with one row of activations."""
     if device.type == "cuda":
         source = torch.randint(1 << 30, (1 << 28,), dtype=torch.int32, device=device)
@@ -132,13 +155,15 @@ def _dense_gb_s(device: torch.device) -> float:
         return 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device) / 1e9
     weight = torch.randn(1 << 15, 2048).to(torch.bfloat16)
     row = torch.randn(1, 2048).to(torch.bfloat16)
-    return weight.numel() * 2 / _seconds(lambda: F.linear(row, weight), device) / 1e9
+    return weight.numel() * 2 / _seconds(lambda: engine.linear(weight, row), device) / 1e9
 
 
-def _dense_tflop_s(device: torch.device) -> float:
+def _dense_tflop_s(device: torch.device, engine: CpuExperts) -> float:
     size = 8192 if device.type == "cuda" else 1024
-    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: left @ right, device) / 1e12
+    rows, weight = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    by_torch = device.type == "cuda" or torch_multiplies_bfloat16()
+    seconds = _seconds(lambda: F.linear(rows, weight) if by_torch else engine.linear(weight, rows), device)
+    return 2 * size**3 / seconds / 1e12
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
