@@ -1,4 +1,4 @@
-"""Decode on a CPU: what the CPU engine and its library do instead of torch.
+"""On a CPU: what the CPU engine and its library do instead of torch, in decode above all.
 
 torch's operations each take longer to begin than a token's numbers to compute, and their threads and the engine's want
 the same cores. Weights are read by the engine's threads; what lies between products is computed by the thread that runs
@@ -21,7 +21,8 @@ def take_single_passes(model: PreTrainedModel, engine: CpuExperts) -> None:
 
     In those a text must not depend, by a single bit, on what is served beside it, nor on how it is divided into passes.
     So they get only what treats each row by itself and always the same way: norms, rotary embedding, routers' choices
-    and the head. One thread at a time, the one that runs the model.
+    and the head; and the other dense layers if it is the engine that multiplies those of all passes, where torch has no
+    kernels for BF16. One thread at a time, the one that runs the model.
     """
     # Models with other caches ask for sdpa by its name in places.
     attention = SingleAttention(model, engine) if why_no_plain_cache(model) is None else None

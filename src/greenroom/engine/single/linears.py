@@ -22,7 +22,7 @@ def take_linears(model: PreTrainedModel, engine: CpuExperts, passing: EnginePass
 
 
 def torch_multiplies_bfloat16() -> bool:
-    """Whether torch has kernels for it on this processor. Without AVX-512 its products of BF16 matrices take five times
+    """Whether torch has kernels for it on this processor. Without AVX-512 its products of BF16 matrices take four times
     as long as the engine's."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
