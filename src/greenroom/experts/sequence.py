@@ -76,8 +76,8 @@ def store_row(x: torch.Tensor, width: int) -> NativeRow:
 
 
 def add_row(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> NativeRow:
-    """``out = x + y``. ``y`` has the dtype of the others, or is float32 and rounded to it first."""
-    return _row(RowKind.ADD, x, out, 1, x.numel(), y=y.data_ptr(), y_dtype=DTYPES[y.dtype])
+    """``out = x + y``, all of one dtype."""
+    return _row(RowKind.ADD, x, out, 1, x.numel(), y=y.data_ptr())
 
 
 def _row(kind: RowKind, x: torch.Tensor, out: torch.Tensor, rows: int, width: int, **more: float) -> NativeRow:

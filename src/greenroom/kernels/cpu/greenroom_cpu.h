@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define GR_ABI_VERSION 12
+#define GR_ABI_VERSION 13
 
 typedef enum { GR_BF16 = 0, GR_F16 = 1, GR_F32 = 2 } gr_dtype;
 
@@ -107,7 +107,7 @@ typedef struct {
  * NORM: x [rows, width], y [width]: the weight; epsilon. TURN: rotary embedding of heads x [rows, width], y, z [width]:
  * cosines, sines. CHOOSE: x [width]: a router's logits (at most 1024), the `rows` likeliest experts (at most 32), ids:
  * int32 [rows], out: float [rows], rounded to weights_dtype. STORE: x [rows, width] to out, whose rows are `pitch`
- * elements apart. ADD: x + y [rows, width], y of y_dtype and rounded first. */
+ * elements apart. ADD: x + y [rows, width]. */
 typedef enum { GR_ROW_NORM = 0, GR_ROW_TURN = 1, GR_ROW_CHOOSE = 2, GR_ROW_STORE = 3, GR_ROW_ADD = 4 } gr_row_kind;
 
 typedef struct {
@@ -121,7 +121,6 @@ typedef struct {
   int64_t rows;
   int64_t pitch;
   int32_t width;
-  int32_t y_dtype;
   int32_t weights_dtype;
   int32_t normalise;
   float epsilon;

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.errors import EngineError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 _PATH = Path(__file__).with_name("libgreenroom_cpu.so")
 
 
@@ -101,7 +101,6 @@ class NativeRow(ctypes.Structure):
         ("rows", c_int64),
         ("pitch", c_int64),
         ("width", c_int32),
-        ("y_dtype", c_int32),
         ("weights_dtype", c_int32),
         ("normalise", c_int32),
         ("epsilon", c_float),

@@ -28,18 +28,11 @@ void store(const gr_row &row) {
            static_cast<const uint8_t *>(row.x) + static_cast<size_t>(i) * bytes, bytes);
 }
 
-template <class T, class Y>
+template <class T>
 void add(const gr_row &row) {
-  const T *x = static_cast<const T *>(row.x);
-  const Y *y = static_cast<const Y *>(row.y);
+  const T *x = static_cast<const T *>(row.x), *y = static_cast<const T *>(row.y);
   T *out = static_cast<T *>(row.out);
-  for (int64_t i = 0; i < row.rows * row.width; ++i)
-    out[i] = rounded<T>(to_float(x[i]) + to_float(rounded<T>(to_float(y[i]))));
-}
-
-void add_any(const gr_row &row) {
-  if (row.dtype == GR_F32) return add<float, float>(row);
-  row.y_dtype == GR_F32 ? add<Bf16, float>(row) : add<Bf16, Bf16>(row);
+  for (int64_t i = 0; i < row.rows * row.width; ++i) out[i] = rounded<T>(to_float(x[i]) + to_float(y[i]));
 }
 
 void run_row(const gr_row &row, const RowKernel &kernel) {
@@ -48,7 +41,7 @@ void run_row(const gr_row &row, const RowKernel &kernel) {
     case GR_ROW_TURN: return kernel.turn(row.x, row.y, row.z, row.out, row.rows, 1, row.width);
     case GR_ROW_CHOOSE: return choose(row, kernel);
     case GR_ROW_STORE: return store(row);
-    default: return add_any(row);
+    default: return row.dtype == GR_F32 ? add<float>(row) : add<Bf16>(row);
   }
 }
 
