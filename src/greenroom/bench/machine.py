@@ -16,7 +16,7 @@ from greenroom import hardware, numa
 from greenroom.bench.bandwidth import measure_bandwidth
 from greenroom.bench.result import cpu_name
 from greenroom.bench.synthetic import fill_with_noise
-from greenroom.engine.single.linears import torch_multiplies_bfloat16
+from greenroom.engine.single.linears import torch_multiplies
 from greenroom.engine.speed import Rates
 from greenroom.errors import ConfigError
 from greenroom.experts.cpu import CpuExperts
@@ -161,7 +161,7 @@ def _dense_gb_s(device: torch.device, engine: CpuExperts) -> float:
 def _dense_tflop_s(device: torch.device, engine: CpuExperts) -> float:
     size = 8192 if device.type == "cuda" else 1024
     rows, weight = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    by_torch = device.type == "cuda" or torch_multiplies_bfloat16()
+    by_torch = device.type == "cuda" or torch_multiplies(torch.bfloat16)
     seconds = _seconds(lambda: F.linear(rows, weight) if by_torch else engine.linear(weight, rows), device)
     return 2 * size**3 / seconds / 1e12
 

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 from greenroom.engine.cache_argument import why_no_plain_cache
 from greenroom.engine.single.attention import SingleAttention
 from greenroom.engine.single.layers import take_layers
-from greenroom.engine.single.linears import take_linears, torch_multiplies_bfloat16
+from greenroom.engine.single.linears import take_linears, torch_multiplies
 from greenroom.engine.single.parts import take_norms, take_rope, take_routers
 from greenroom.engine.single.passes import EnginePass
 from greenroom.experts.cpu import CpuExperts
+from greenroom.experts.native import Isa
 
 
 def take_single_passes(model: PreTrainedModel, engine: CpuExperts) -> None:
@@ -22,11 +23,12 @@ def take_single_passes(model: PreTrainedModel, engine: CpuExperts) -> None:
     In those a text must not depend, by a single bit, on what is served beside it, nor on how it is divided into passes.
     So they get only what treats each row by itself and always the same way: norms, rotary embedding, routers' choices
     and the head; and the other dense layers if it is the engine that multiplies those of all passes, where torch has no
-    kernels for BF16. One thread at a time, the one that runs the model.
+    kernels for the model's dtype. One thread at a time, the one that runs the model.
     """
     # Models with other caches ask for sdpa by its name in places.
     attention = SingleAttention(model, engine) if why_no_plain_cache(model) is None else None
-    passing = EnginePass(model, attention, multiply_all=not torch_multiplies_bfloat16())
+    always = engine.isa is not Isa.PORTABLE and not torch_multiplies(model.dtype)
+    passing = EnginePass(model, attention, always)
     take_linears(model, engine, passing)
     take_norms(model, engine.isa, passing)
     take_rope(model, engine.isa, passing)

@@ -27,15 +27,15 @@ class EnginePass:
         single: one with one token of one sequence.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: SingleAttention | None, multiply_all: bool) -> None:
+    def __init__(self, model: PreTrainedModel, attention: SingleAttention | None, always: bool) -> None:
         """
         Args:
             attention: for passes of one token; None leaves it to the model.
-            multiply_all: the engine multiplies dense layers in all passes, not only in those of one token.
+            always: the engine multiplies dense layers in all passes, not only, in BF16, in those of one token.
         """
         self.active = self.single = self._running = False
         self._attention = attention
-        self._multiply_all = multiply_all
+        self._always = always
         model.forward = self._around(model.forward)
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ class EnginePass:
                 return forward(*args, **kwargs)
             paged = kwargs.get("paged")
             single = paged is None and _has_one_token(args, kwargs)
-            if not (paged is not None or single or self._multiply_all):
+            if not (paged is not None or single or self._always):
                 return forward(*args, **kwargs)
             self.active, self.single, self._running = paged is not None or single, single, True
             try:
@@ -58,11 +58,12 @@ class EnginePass:
 
     def multiplies(self, rows: torch.Tensor) -> bool:
         """Whether the engine multiplies ``rows`` [..., H] by a dense layer."""
-        return self._running and (self._multiply_all or (self.single and rows.numel() == rows.shape[-1]))
+        alone = self.single and rows.dtype == torch.bfloat16 and rows.numel() == rows.shape[-1]
+        return self._running and (self._always or alone)
 
     def _is_small(self, paged: PagedBatch | None) -> bool:
         """Whether torch has little to do in a packed pass."""
-        if paged is None or not self._multiply_all:
+        if paged is None or not self._always:
             return False
         tokens, keys = paged.size
         return tokens <= _FEW_TOKENS and keys <= _FEW_KEYS
