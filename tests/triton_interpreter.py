@@ -27,19 +27,31 @@ def quicken() -> None:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+class _Made:
+    """Takes what would replace a builtin, instead of the scope of a kernel's run."""
+
+    value: Any = None
+
+    def set_attr(self, _package: Any, _name: str, value: Any) -> None:
+        self.value = value
+
+
 def _find_builtins_once(tl: ModuleType, interpreter: Any) -> None:
-    """For every kernel it looks through ``triton.language`` for builtins."""
+    """For every kernel it looks through ``triton.language`` for builtins, and makes what replaces them."""
     packages = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
     is_builtin: Callable[[Any], bool] = tl.core.is_builtin
-    builtins = {
-        package: [name for name, member in inspect.getmembers(package) if is_builtin(member)] for package in packages
-    }
-
-    def patch_builtins(package: Any, *rest: Any) -> None:
-        for name in builtins[package]:
-            member = getattr(package, name)
+    builtins: dict[Any, list[tuple[str, Any, Any]]] = {package: [] for package in packages}
+    for package in packages:
+        for name, member in inspect.getmembers(package):
             if is_builtin(member):
-                interpreter._patch_attr(package, name, member, *rest)
+                made = _Made()
+                interpreter._patch_attr(package, name, member, interpreter.interpreter_builder, made)
+                builtins[package].append((name, member, made.value))
+
+    def patch_builtins(package: Any, _builder: Any, scope: Any) -> None:
+        for name, member, replacement in builtins[package]:
+            if getattr(package, name) is member:
+                scope.set_attr(package, name, replacement)
 
     interpreter._patch_builtin = patch_builtins
 
